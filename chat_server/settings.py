@@ -1,0 +1,182 @@
+"""Every setting of the server in one frozen, typed object.
+
+The command line fills it (each flag has an environment variable, see ``cli.py``); nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from chat_server.core.principal import Principal
+from chat_server.errors import StartError
+
+#: The demo model: small enough for two cores, shipped in a package of the index, so no model hub is needed.
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+
+
+class Secret:
+    """A string that does not show itself in a log, a repr or a traceback. ``reveal()`` gives it."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return "Secret('***')"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """An engine that somebody else runs: base URL without ``/v1``, and its name if one was given."""
+
+    url: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one caller may use. Each bound says its unit."""
+
+    #: bytes of one WebSocket frame from a client; larger closes with 1009. As the ``websockets`` library's default.
+    max_frame_bytes: int = 1 << 20
+    #: bytes of the text of one message (UTF-8); larger is error ``string_above_max_length``.
+    max_message_bytes: int = 256 << 10
+    #: tokens of one answer, when the client asks for none or for more.
+    max_output_tokens: int = 4096
+    #: seconds that one answer may take, from its start on the engine; then it ends ``incomplete``.
+    max_answer_s: float = 600.0
+    #: seconds that an answer waits for an engine that can take it; then it ends ``failed``, code ``overloaded``.
+    max_queue_s: float = 60.0
+    #: open sockets of this process; above it the handshake is refused with 503.
+    max_connections: int = 10_000
+    #: open sockets of one user on this process; above it the handshake is refused with 429.
+    max_connections_per_user: int = 1_000
+    #: stored sessions of one user; above it a new one is refused with 429.
+    max_sessions_per_user: int = 10_000
+    #: items of one session; above it ``conversation.item.create`` is an error.
+    max_items: int = 10_000
+    #: bytes that wait for one socket before its views stop advancing (the transport's high-water mark).
+    socket_buffer_bytes: int = 64 << 10
+    #: seconds in which a socket must take something of what waits for it; then it is aborted.
+    send_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How this process runs. Secrets are masked in ``repr``; times are seconds unless the name says ms."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    #: engines that somebody else runs; empty: local ones are launched.
+    engines: tuple[EngineAddress, ...] = ()
+    engine_api_key: Secret | None = None
+    #: a ``redis://``, ``rediss://`` or ``unix://`` URL; None: an embedded Valkey is started. May hold a password.
+    redis_url: Secret | None = None
+    #: name or path of the model that local engines load.
+    model: str = DEMO_MODEL
+    #: number of local engines.
+    engine_count: int = 2
+    #: tokens of the local engines' context window.
+    max_model_len: int = 8192
+    #: number of simulated engines instead of real ones; 0: none.
+    simulate: int = 0
+    api_keys: tuple[tuple[Secret, Principal], ...] = ()
+    #: origins (scheme, host, port) of pages that may connect, besides the server's own.
+    allow_origins: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    root_path: str = ""
+    forwarded_allow_ips: str = "127.0.0.1"
+    #: where the embedded store keeps its data and the launcher its logs.
+    data_dir: Path = Path("~/.local/share/chat-server")
+    #: where downloaded and converted models are kept.
+    cache_dir: Path = Path("~/.cache/chat-server")
+    #: seconds of silence after which a connection with extensions hears a heartbeat.
+    heartbeat_s: float = 15.0
+    #: seconds that a session lives after its last use.
+    session_ttl_s: int = 30 * 24 * 3600
+    #: seconds that a session without items lives.
+    empty_session_ttl_s: int = 3600
+    limits: Limits = field(default_factory=Limits)
+
+    def check(self) -> None:
+        """Raise StartError for a combination that can not work or is not safe, saying what to do."""
+        if not self.api_keys and not is_loopback(self.host):
+            raise StartError(
+                f"Refusing to listen on {self.host} without an API key: anybody who reaches it could read and write "
+                "every conversation. Give --api-key KEY, or listen on 127.0.0.1."
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise StartError("--tls-cert and --tls-key belong together: give both or none.")
+        for path in (self.tls_cert, self.tls_key):
+            if path is not None and not path.is_file():
+                raise StartError(f"No such file: {path}")
+        if self.engines and self.simulate:
+            raise StartError("--engine and --simulate exclude each other: give one of them.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_engine(text: str) -> EngineAddress:
+    """``URL`` or ``NAME=URL`` -> EngineAddress; a trailing slash or ``/v1`` is taken off. Raises StartError."""
+    name, sep, rest = text.partition("=")
+    named = bool(sep) and "://" not in name
+    url = (rest if named else text).rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartError(f"--engine {text!r} is no http(s) URL. Example: --engine http://10.0.0.5:8000")
+    return EngineAddress(url=url, name=name if named else None)
+
+
+def parse_api_keys(values: Sequence[str]) -> tuple[tuple[Secret, Principal], ...]:
+    """``KEY``, ``USER:KEY``, ``TENANT/USER:KEY`` or the path of a file with one of these per line -> keys.
+
+    Blank lines and lines that start with ``#`` are left out. A key without a name is its own user, ``key-N`` by its
+    place. Raises StartError for an empty or doubled key, or a name with a slash too many.
+    """
+    lines: list[str] = []
+    for value in values:
+        path = Path(value)
+        if "/" in value and path.is_file():
+            lines += [line.strip() for line in path.read_text().splitlines()]
+        else:
+            lines.append(value.strip())
+    keys: dict[Secret, Principal] = {}
+    for line in lines:
+        if not line or line.startswith("#"):
+            continue
+        owner, sep, key = line.rpartition(":")
+        if not key:
+            raise StartError("An --api-key is empty. Write KEY, USER:KEY or TENANT/USER:KEY.")
+        tenant, slash, user = owner.rpartition("/")
+        if sep and (not user or (slash and not tenant) or "/" in tenant):
+            raise StartError("The name before the colon of an --api-key must be USER or TENANT/USER.")
+        principal = Principal(tenant or "default", user or f"key-{len(keys) + 1}")
+        if Secret(key) in keys:
+            raise StartError(f"Two --api-key values are the same (the second belongs to {principal.key}).")
+        keys[Secret(key)] = principal
+    return tuple(keys.items())
