@@ -1,0 +1,38 @@
+"""What holds for every test: one category each, no blocking call on the event loop, failures that can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+from blockbuster import blockbuster_ctx
+
+#: What a test needs to run. The markers and their meaning are in pyproject.toml.
+CATEGORIES = frozenset({"pure", "valkey", "server", "browser", "vllm"})
+
+# A failed example prints the line that repeats it. No deadline per example: machines of CI are slow at times.
+hypothesis.settings.register_profile("chat-server", print_blob=True, deadline=None)
+hypothesis.settings.load_profile("chat-server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse to run a test module that does not say, once, what it needs."""
+    for module in {item.getparent(pytest.Module) for item in items}:
+        assert module is not None
+        found = sorted(CATEGORIES.intersection(mark.name for mark in module.own_markers))
+        if len(found) != 1:
+            raise pytest.UsageError(
+                f"{module.nodeid}: the module must set `pytestmark` to exactly one of {sorted(CATEGORIES)}, "
+                f"it has {found or 'none'}"
+            )
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which the package makes a blocking call on the event loop: every other chat would wait for it."""
+    if request.node.get_closest_marker("browser") or request.node.get_closest_marker("vllm"):
+        yield  # these drive other processes; the same code runs under the detector in the server tests
+        return
+    with blockbuster_ctx("chat_server"):
+        yield
