@@ -26,7 +26,7 @@ def whole(number: int, text: str) -> dict[str, Any]:
 
 
 def client() -> WsClient:
-    return WsClient(cast(ClientConnection, None), extensions=False)
+    return WsClient(cast("ClientConnection", None), extensions=False)
 
 
 def test_deltas_are_applied_at_their_offset() -> None:
