@@ -1,0 +1,358 @@
+"""One client for vLLM's OpenAI server: a streamed chat answer, the models, and the probe.
+
+The token path has no await but the read of a chunk: bytes -> ``SseParser`` -> ``EngineListener`` by plain calls.
+Closing the stream aborts the request on the engine, so cancelling ``stream`` is all that a stop needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Protocol
+
+import aiohttp
+import orjson
+
+from chat_server.engine.sse import EventTooLarge, SseParser
+from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+#: bytes of an error body or of ``/metrics`` that are read; vLLM's metrics of one model have 54 KB.
+MAX_BODY_BYTES = 4 << 20
+#: characters of an engine's own message that are passed on.
+MAX_MESSAGE_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What one attempt asks of an engine. ``messages`` hold ``role`` and ``content``, the system's first."""
+
+    model: str
+    messages: tuple[dict[str, str], ...]
+    max_tokens: int
+    request_id: str
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    cache_salt: str | None = None
+    #: the last message is an assistant's and unfinished: the engine goes on with it
+    continue_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, as the engine counted them; ``cached_tokens`` of the input came from its prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a whole answer. ``reason`` is vLLM's ``finish_reason``: ``stop``, ``length``, ``abort``, ..."""
+
+    reason: str
+    usage: Usage | None
+
+
+class EngineListener(Protocol):
+    """Who hears the answer. Plain calls on the token path: they may raise, which ends the stream, but never await."""
+
+    def on_text(self, text: str) -> None:
+        """More text of the answer, never empty."""
+
+    def on_thinking(self) -> None:
+        """Reasoning text arrived; it is never part of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that an engine serves, and its context window in tokens where the engine says so."""
+
+    id: str
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a healthy engine reports.
+
+    ``epoch`` is its start (``process_start_time_seconds``, as it is written), or None where it shows none (several API
+    processes); ``counted`` is then a counter that falls back only when the engine starts anew.
+    """
+
+    epoch: str | None
+    running: int
+    waiting: int
+    counted: float
+    #: share of the KV cache in use, 0 to 1
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that an engine has for each step of a stream. Generous: a long prefill or a full queue is no hang."""
+
+    connect_s: float = 3.0
+    #: to the response's header, after connecting: vLLM tokenizes the prompt before it sends that
+    headers_s: float = 30.0
+    #: to the first text: the wait for a place and the prefill
+    first_s: float = 300.0
+    #: between two chunks; they may be preempted for others in between
+    silence_s: float = 60.0
+
+
+def open_http(deadlines: Deadlines | None = None) -> aiohttp.ClientSession:
+    """A session fit for engines; the caller closes it. The defaults of aiohttp are not: 100 connections, cookies.
+
+    Idle connections are kept shorter than vLLM keeps them (5 s), so that a request is never sent on one that the
+    engine is just closing.
+    """
+    deadlines = deadlines or Deadlines()
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s),
+    )
+
+
+class VllmClient:
+    """Speaks to any number of engines through one HTTP session (``open_http``), which the caller owns."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, api_key: str | None = None, *, deadlines: Deadlines | None = None
+    ) -> None:
+        self._http = http
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._deadlines = deadlines or Deadlines()
+
+    async def stream(self, engine: str, url: str, request: ChatRequest, listener: EngineListener) -> Finish:
+        """Ask ``engine`` (its name, for errors) at ``url``; tell ``listener`` the text; return when it is whole.
+
+        Cancelling closes the connection at once, which aborts the request on the engine. Raises EngineRefused (4xx:
+        the request's fault, with the engine's message), EngineBusy (429, 503) and EngineUnavailable (no connection,
+        5xx, cut before a ``finish_reason``, silent past a deadline). What the listener raises passes through (an
+        OSError would be taken for the connection's).
+        """
+        headers = {**self._headers, "Content-Type": "application/json", "X-Request-Id": request.request_id}
+        limits = self._deadlines
+        reading = _Reading(engine, listener)
+        now = asyncio.get_running_loop().time
+        async with _engine_errors(engine):
+            # The deadline moves on with the stream, but at most once a second: a timer per token would cost more
+            # than the token.
+            async with asyncio.timeout(limits.connect_s + limits.headers_s) as deadline:
+                # BytesIO: aiohttp sends that in pieces, and warns of large bytes.
+                body = BytesIO(orjson.dumps(_body(request)))
+                response = await self._http.post(f"{url}/v1/chat/completions", data=body, headers=headers)
+                try:
+                    if response.status != 200:
+                        raise _refusal(engine, response.status, await _read(response))
+                    moved = now()
+                    deadline.reschedule(moved + limits.first_s)
+                    async for chunk in response.content.iter_any():
+                        for data in reading.parser.feed(chunk):
+                            reading.on_event(data)
+                        if reading.done:
+                            return reading.finish()
+                        if reading.begun and (at := now()) > moved + 1.0:
+                            moved = at
+                            deadline.reschedule(at + limits.silence_s)
+                finally:
+                    # Not release(): that would wait. After [DONE] nothing more comes, and a stream that is left
+                    # before is closed here and now.
+                    response.close()
+        return reading.finish()
+
+    async def models(self, url: str) -> list[ModelInfo]:
+        """The models at ``url``, in the engine's order. Raises as ``stream`` does; the caller sets a deadline."""
+        data = _json(url, await self._get(url, "/v1/models", self._headers))
+        cards = data.get("data") if isinstance(data, dict) else None
+        found = []
+        for card in cards if isinstance(cards, list) else ():
+            if isinstance(card, dict) and isinstance(card.get("id"), str):
+                length = card.get("max_model_len")
+                found.append(ModelInfo(card["id"], length if isinstance(length, int) else None))
+        return found
+
+    async def probe(self, url: str) -> Probe:
+        """Ask for health and load. Raises as ``stream`` does; the caller sets a deadline."""
+        await self._get(url, "/health", {})
+        return parse_metrics((await self._get(url, "/metrics", {})).decode("utf-8", "replace"))
+
+    async def _get(self, url: str, path: str, headers: dict[str, str]) -> bytes:
+        async with _engine_errors(url), self._http.get(url + path, headers=headers) as response:
+            body = await _read(response)
+            if response.status != 200:
+                raise _refusal(url, response.status, body, what=f"GET {path}")
+            return body
+
+
+def parse_metrics(text: str) -> Probe:
+    """The few numbers we need out of Prometheus text; those of several engines behind one address are summed."""
+    sums = dict.fromkeys(_METRICS, 0.0)
+    epoch: str | None = None
+    for line in text.splitlines():
+        if line.startswith("vllm:"):
+            name = line[:end] if (end := line.find("{")) >= 0 else line.partition(" ")[0]
+            if name in sums:
+                sums[name] += _number(line.rpartition(" ")[2])
+        elif line.startswith("process_start_time_seconds "):
+            epoch = line.rpartition(" ")[2]
+    running, waiting, kv_usage, counted = (sums[name] for name in _METRICS)
+    return Probe(epoch=epoch, running=int(running), waiting=int(waiting), counted=counted, kv_usage=kv_usage)
+
+
+_METRICS = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+)
+
+
+class _Reading:
+    """What has been read of one stream."""
+
+    __slots__ = ("begun", "done", "engine", "listener", "parser", "reason", "usage")
+
+    def __init__(self, engine: str, listener: EngineListener) -> None:
+        self.engine = engine
+        self.listener = listener
+        self.parser = SseParser()
+        self.reason: str | None = None
+        self.usage: Usage | None = None
+        self.begun = False
+        self.done = False
+
+    def on_event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        event = _json(self.engine, data)
+        if not isinstance(event, dict):
+            raise EngineUnavailable(f"Engine {self.engine} sent an event that is no object.", engine=self.engine)
+        if (error := event.get("error")) is not None:
+            raise _refusal(self.engine, _status(error), data)
+        if usage := event.get("usage"):
+            self.usage = _usage(usage)
+        # One answer is asked for, so there is one choice; the chunk with the usage has none.
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if text := delta.get("content"):
+                self.begun = True
+                self.listener.on_text(text)
+            elif delta.get("reasoning") or delta.get("reasoning_content"):
+                self.begun = True
+                self.listener.on_thinking()
+            if reason := choice.get("finish_reason"):
+                self.reason = reason
+
+    def finish(self) -> Finish:
+        """The end. With a finish reason the text is whole, even if the stream was cut before its last lines."""
+        if self.reason is None:
+            raise EngineUnavailable(
+                f"Engine {self.engine} ended the stream before the answer was whole.", engine=self.engine
+            )
+        return Finish(self.reason, self.usage)
+
+
+def _body(request: ChatRequest) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": request.messages,
+        "max_tokens": request.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.temperature is not None:
+        body["temperature"] = request.temperature
+    if request.top_p is not None:
+        body["top_p"] = request.top_p
+    if request.stop:
+        body["stop"] = request.stop
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
+    if request.continue_final:
+        body["continue_final_message"] = True
+        body["add_generation_prompt"] = False
+    return body
+
+
+@asynccontextmanager
+async def _engine_errors(engine: str) -> AsyncIterator[None]:
+    """Whatever goes wrong between us and the engine leaves as an EngineError that names it."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        reason = error.os_error.strerror or str(error.os_error)
+        raise EngineUnavailable(f"Engine {engine} can not be reached: {reason}.", engine=engine) from error
+    except TimeoutError as error:
+        raise EngineUnavailable(f"Engine {engine} was silent for too long.", engine=engine) from error
+    except (aiohttp.ClientError, OSError, EventTooLarge) as error:
+        raise EngineUnavailable(f"Engine {engine} broke off the connection ({error}).", engine=engine) from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body, cut at ``MAX_BODY_BYTES``."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            response.close()
+            break
+    return bytes(body[:MAX_BODY_BYTES])
+
+
+def _refusal(engine: str, status: int, body: bytes, what: str = "the request") -> EngineError:
+    """The error for an answer that is no success, in the engine's own words where it has any."""
+    code, message = "invalid_request", ""
+    try:
+        error = orjson.loads(body).get("error")
+    except (orjson.JSONDecodeError, AttributeError):
+        error = None  # a proxy's page, say
+    if isinstance(error, dict):
+        message = str(error.get("message") or "")[:MAX_MESSAGE_CHARS]
+        code = next((c for c in (error.get("code"), error.get("type")) if isinstance(c, str) and c), code)
+    elif isinstance(error, str):
+        message = error[:MAX_MESSAGE_CHARS]
+    reason = message or f"HTTP status {status}"
+    if status in (429, 503):
+        return EngineBusy(f"Engine {engine} is busy: {reason}", engine=engine)
+    if 400 <= status < 500:
+        return EngineRefused(reason, engine=engine, status=status, code=code)
+    return EngineUnavailable(f"Engine {engine} failed at {what} ({status}): {reason}", engine=engine)
+
+
+def _status(error: object) -> int:
+    """The status inside an error object of a stream."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
+
+
+def _usage(usage: dict[str, Any]) -> Usage:
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        input_tokens=usage.get("prompt_tokens") or 0,
+        output_tokens=usage.get("completion_tokens") or 0,
+        cached_tokens=details.get("cached_tokens") or 0,
+    )
+
+
+def _json(engine: str, data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise EngineUnavailable(f"Engine {engine} sent something that is no JSON.", engine=engine) from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
