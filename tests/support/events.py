@@ -83,7 +83,7 @@ REQUIRED_FIELDS: dict[str, set[str]] = {
     "session.updated": {"session.id", "session.model", "session.instructions", "session.flush"},
     "conversation.item.added": {"previous_item_id", "item.id", "item.object", "item.status", "item.content"},
     "conversation.item.done": {"previous_item_id", "item.id", "item.object", "item.status", "item.content"},
-    "response.created": {"response.id", "response.object", "response.status", "response.output", "in_reply_to"},
+    "response.created": {"response.id", "response.object", "response.status", "response.output"},
     "response.output_text.delta": {"offset", "epoch"},
     "response.done": {
         *("response.id", "response.object", "response.status", "response.status_details", "response.output"),
