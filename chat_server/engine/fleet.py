@@ -184,12 +184,12 @@ class Fleet:
             await asyncio.sleep(max(0.0, began + watch.wait(self._interval_s) - now()))
 
     async def _probe(self, watch: _Watch, began: float) -> bool:
-        url = watch.engine.url
+        name, url = watch.engine.id, watch.engine.url
         try:
             async with asyncio.timeout(watch.patience_s):
-                probe = await self._client.probe(url)
+                probe = await self._client.probe(url, engine=name)
                 due = watch.models_due(began) or probe.epoch != watch.engine.epoch
-                models = await self._client.models(url) if due else None
+                models = await self._client.models(url, engine=name) if due else None
         except TimeoutError:
             return watch.bad(
                 TimeoutError(f"no answer within {watch.patience_s:g} s"), asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ Closing the stream aborts the request on the engine, so cancelling ``stream`` is
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -33,7 +34,8 @@ class ChatRequest:
 
     model: str
     messages: tuple[dict[str, str], ...]
-    max_tokens: int
+    #: None: what is left of the window
+    max_tokens: int | None
     request_id: str
     temperature: float | None = None
     top_p: float | None = None
@@ -169,9 +171,9 @@ class VllmClient:
                     response.close()
         return reading.finish()
 
-    async def models(self, url: str) -> list[ModelInfo]:
+    async def models(self, url: str, *, engine: str | None = None) -> list[ModelInfo]:
         """The models at ``url``, in the engine's order. Raises as ``stream`` does; the caller sets a deadline."""
-        data = _json(url, await self._get(url, "/v1/models", self._headers))
+        data = _json(engine or url, await self._get(engine or url, url + "/v1/models", self._headers))
         cards = data.get("data") if isinstance(data, dict) else None
         found = []
         for card in cards if isinstance(cards, list) else ():
@@ -180,16 +182,16 @@ class VllmClient:
                 found.append(ModelInfo(card["id"], length if isinstance(length, int) else None))
         return found
 
-    async def probe(self, url: str) -> Probe:
+    async def probe(self, url: str, *, engine: str | None = None) -> Probe:
         """Ask for health and load. Raises as ``stream`` does; the caller sets a deadline."""
-        await self._get(url, "/health", {})
-        return parse_metrics((await self._get(url, "/metrics", {})).decode("utf-8", "replace"))
+        await self._get(engine or url, url + "/health", {})
+        return parse_metrics((await self._get(engine or url, url + "/metrics", {})).decode("utf-8", "replace"))
 
-    async def _get(self, url: str, path: str, headers: dict[str, str]) -> bytes:
-        async with _engine_errors(url), self._http.get(url + path, headers=headers) as response:
+    async def _get(self, engine: str, url: str, headers: dict[str, str]) -> bytes:
+        async with _engine_errors(engine), self._http.get(url, headers=headers) as response:
             body = await _read(response)
             if response.status != 200:
-                raise _refusal(url, response.status, body, what=f"GET {path}")
+                raise _refusal(engine, response.status, body, what=f"GET {url}")
             return body
 
 
@@ -266,10 +268,11 @@ def _body(request: ChatRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": request.model,
         "messages": request.messages,
-        "max_tokens": request.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if request.max_tokens is not None:
+        body["max_tokens"] = request.max_tokens
     if request.temperature is not None:
         body["temperature"] = request.temperature
     if request.top_p is not None:
@@ -290,7 +293,8 @@ async def _engine_errors(engine: str) -> AsyncIterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        reason = error.os_error.strerror or str(error.os_error)
+        number = error.os_error.errno
+        reason = os.strerror(number) if number and number > 0 else str(error.os_error)  # below 0: of name look-ups
         raise EngineUnavailable(f"Engine {engine} can not be reached: {reason}.", engine=engine) from error
     except TimeoutError as error:
         raise EngineUnavailable(f"Engine {engine} was silent for too long.", engine=engine) from error
