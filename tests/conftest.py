@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from blockbuster import blockbuster_ctx
+
+if TYPE_CHECKING:
+    from tests.support.server import RunningServer
 
 #: What a test needs to run. The markers and their meaning are in pyproject.toml.
 CATEGORIES = frozenset({"pure", "valkey", "server", "browser", "vllm"})
@@ -36,3 +41,12 @@ def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with blockbuster_ctx("chat_server"):
         yield
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """Our server with two simulated engines and a store of its own."""
+    from tests.support.server import running_server  # pure tests do without the server's imports
+
+    async with running_server(tmp_path) as running:
+        yield running

@@ -1,0 +1,92 @@
+"""The server is killed and started again: every conversation is there, and nothing of the old one is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from chat_server.engine.simulated import answer_for, simulated_server
+from tests.support import ws
+from tests.support.server import QUICK, ServerProcess, server_process
+
+pytestmark = pytest.mark.server
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes below ``pid``, from /proc."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # "pid (name) state ppid ...": the name may hold anything, so from the last bracket on
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue  # it just ended
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+async def gone(pids: set[int], within_s: float) -> bool:
+    async with asyncio.timeout(within_s):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
+    return True
+
+
+async def kill(server: ServerProcess) -> None:
+    """``kill -9``, and see that its children go too."""
+    children = descendants(server.process.pid)
+    assert children, "the embedded store is a process of its own"
+    assert await server.end(signal.SIGKILL) == -signal.SIGKILL
+    assert await gone(children, within_s=20)
+
+
+async def test_a_killed_server_keeps_every_conversation(tmp_path: Path) -> None:
+    """After ``kill -9`` and a start on the same data, both conversations go on, each with its own history."""
+    texts = ["The first conversation.", "The second conversation."]
+    async with simulated_server(QUICK) as one, simulated_server(QUICK) as two:
+        engines = ("--engine", one.url, "--engine", two.url)
+        sessions = []
+        async with server_process(tmp_path, *engines) as server:
+            await server.ready()
+            for text in texts:
+                async with ws.connect(server.ws_url) as client:
+                    turn = await client.turn(text)
+                    sessions.append((client.session["id"], text, turn.text))
+            await kill(server)
+        async with server_process(tmp_path, *engines) as server:
+            await server.ready()
+            for session_id, text, answer in sessions:
+                async with ws.connect(server.ws_url, session_id=session_id) as client:
+                    assert client.events[0]["item_count"] == 2
+                    turn = await client.turn("And now?")
+                prompt = [("user", text), ("assistant", answer), ("user", "And now?")]
+                messages = [{"role": role, "content": content} for role, content in prompt]
+                assert turn.text == answer_for(messages, QUICK.words)
+
+
+async def test_an_answer_under_way_is_there_as_far_as_it_was_told(tmp_path: Path) -> None:
+    """What a client saw of an answer when the server was killed is in the history afterwards; the session goes on."""
+    async with simulated_server(QUICK) as engine:
+        async with server_process(tmp_path, "--engine", engine.url) as server:
+            await server.ready()
+            async with ws.connect(server.ws_url) as client:
+                await client.say("Tell me more, in 3000 words.")
+                await client.send("response.create")
+                for _ in range(20):
+                    delta = await client.until("response.output_text.delta")
+                session_id, seen = client.session["id"], client.texts[delta["item_id"]]
+                await kill(server)
+        async with server_process(tmp_path, "--engine", engine.url) as server:
+            await server.ready()
+            async with ws.connect(server.ws_url, session_id=session_id) as client:
+                await client.turn("And now?")
+                await client.send("conversation.item.retrieve", item_id=delta["item_id"])
+                item = (await client.until("conversation.item.retrieved"))["item"]
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"].startswith(seen)
