@@ -1,0 +1,338 @@
+/**
+ * What a client knows of one session: its items in their order, and the answer that is being made.
+ *
+ * Pure state. Server events go in through `apply`, changes come out through the `changed` callback. No socket, no
+ * clock, no DOM: `realtime.js` feeds it, a page shows it.
+ */
+
+/**
+ * @typedef {object} Usage
+ * @property {number} input_tokens
+ * @property {number} output_tokens
+ * @property {{cached_tokens?: number}} [input_token_details]
+ *
+ * @typedef {object} Item
+ * @property {string} id
+ * @property {'user' | 'assistant' | 'system'} role
+ * @property {'in_progress' | 'completed' | 'incomplete'} status
+ * @property {string} text
+ * @property {number} points  length of `text` in code points, the unit of offsets
+ * @property {boolean} [pending]  written here, not yet acknowledged by the server
+ * @property {string} [engine]  which engine answered
+ * @property {Usage} [usage]
+ * @property {{queue_ms?: number, ttft_ms?: number, total_ms?: number}} [timing]
+ * @property {string} [reason]  why an answer is not whole: `client_cancelled`, `max_output_tokens`, ...
+ *
+ * @typedef {object} Answer  a response that runs or waits
+ * @property {string} id
+ * @property {string | null} itemId
+ * @property {string | null} inReplyTo
+ * @property {string} epoch
+ * @property {'queued' | 'prefill' | 'thinking' | 'streaming' | 'waiting' | null} stage
+ * @property {number | null} position  its place in the queue
+ *
+ * @typedef {{status: string, code: string | null, message: string | null}} Outcome  how an answer ended that left no item
+ *
+ * @typedef {'items' | 'item' | 'text' | 'answer' | 'session'} Change
+ */
+
+/** The number of Unicode code points of `text`. `.length` counts UTF-16 units and is wrong at every emoji. */
+export function countPoints(text) {
+  let count = 0;
+  for (const _ of text) count += 1;
+  return count;
+}
+
+/** The first `points` code points of `text`. */
+export function headOf(text, points) {
+  let index = 0;
+  for (; points > 0 && index < text.length; points -= 1) {
+    index += text.codePointAt(index) > 0xffff ? 2 : 1;
+  }
+  return text.slice(0, index);
+}
+
+/**
+ * The rule of offsets: `text = text[:offset] + delta`. Makes duplicates harmless and carries a cut or a restart.
+ *
+ * @param {Item} item
+ * @returns {boolean} false if there is a gap: text before `offset` is missing, nothing was changed
+ */
+export function applyDelta(item, offset, delta) {
+  if (offset > item.points) return false;
+  if (offset < item.points) item.text = headOf(item.text, offset);
+  item.text += delta;
+  item.points = offset + countPoints(delta);
+  return true;
+}
+
+/** A client-chosen id with 128 random bits, so that saying a thing twice makes it once. */
+export function newId(prefix) {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return prefix + Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
+}
+
+const textOf = (/** @type {any} */ raw) =>
+  (raw.content ?? []).map((/** @type {any} */ part) => part.text ?? part.transcript ?? '').join('');
+
+export class Conversation {
+  /** @type {Item[]} in the session's order; own unacknowledged ones last */
+  items = [];
+  /** @type {Record<string, any> | null} the session as the server last described it */
+  session = null;
+  /** @type {Answer | null} */
+  answer = null;
+  /** @type {Map<string, Outcome>} by the user's item: answers that ended without leaving text */
+  outcomes = new Map();
+
+  /** @type {Map<string, Item>} */
+  #byId = new Map();
+  /** @type {{left: number, told: Set<string>, running: string | undefined} | null} the history as told so far */
+  #replay = null;
+  #changed;
+
+  /** @param {(change: Change, subject?: Item) => void} changed */
+  constructor(changed = () => {}) {
+    this.#changed = changed;
+  }
+
+  /** @returns {Item | undefined} */
+  item(id) {
+    return this.#byId.get(id);
+  }
+
+  /** The user's last message, if nothing was answered to it and nothing is under way. @returns {Item | null} */
+  get unanswered() {
+    const last = this.items.findLast((item) => item.role !== 'system');
+    return last?.role === 'user' && !last.pending && !this.answer ? last : null;
+  }
+
+  /** Show a message at the end before the server has it. @returns {Item} */
+  addPending(id, text) {
+    /** @type {Item} */
+    const item = { id, role: 'user', status: 'completed', text, points: countPoints(text), pending: true };
+    this.#byId.set(id, item);
+    this.items.push(item);
+    this.#changed('items');
+    return item;
+  }
+
+  /** Take an item out: one that was deleted, or one that the server will never get. */
+  remove(id) {
+    if (!this.#byId.delete(id)) return;
+    this.items = this.items.filter((item) => item.id !== id);
+    this.#changed('items');
+  }
+
+  /** Say how the answer to `id` ended when no text of it is left. */
+  setOutcome(id, outcome) {
+    this.outcomes.set(id, outcome);
+    this.#changed('answer');
+  }
+
+  /** @returns {boolean} false if text is missing (a gap): the caller has to connect anew */
+  apply(event) {
+    switch (event.type) {
+      case 'session.created':
+        this.#begin(event);
+        break;
+      case 'session.updated':
+        this.session = event.session;
+        this.#changed('session');
+        break;
+      case 'conversation.item.added':
+      case 'conversation.item.done':
+      case 'conversation.item.retrieved':
+      case 'response.output_item.added':
+      case 'response.output_item.done':
+        this.#tell(event);
+        break;
+      case 'conversation.item.deleted':
+        this.remove(event.item_id);
+        break;
+      case 'conversation.item.truncated':
+        this.#cut(event);
+        break;
+      case 'response.created':
+        this.#answerBegins(event);
+        break;
+      case 'response.queued':
+        this.#stage(event.response_id, 'queued', event.position);
+        break;
+      case 'heartbeat':
+        this.#stage(event.response_id, event.state);
+        break;
+      case 'response.output_text.delta':
+        return this.#delta(event);
+      case 'response.output_text.done':
+        this.#lastWord(event);
+        break;
+      case 'response.done':
+        this.#answerEnds(event.response);
+        break;
+    }
+    return true;
+  }
+
+  /** A connection begins. What it tells replaces what was held; until then that stays in view. */
+  #begin(event) {
+    const known = this.session?.id === event.session.id;
+    if (!known) {
+      this.items = this.items.filter((item) => item.pending);
+      this.#byId = new Map(this.items.map((item) => [item.id, item]));
+      this.outcomes.clear();
+    }
+    this.session = event.session;
+    if (this.answer?.id !== event.active_response?.id) this.answer = null;
+    this.#replay = { left: event.item_count ?? 0, told: new Set(), running: event.active_response?.item_id };
+    this.#changed('session');
+    this.#changed('answer');
+    this.#endReplay();
+  }
+
+  /** Once the whole history was told again, items that it did not tell are gone from the session. */
+  #endReplay() {
+    const replay = this.#replay;
+    if (!replay || replay.told.size < replay.left) return;
+    this.#replay = null;
+    for (const item of this.items) {
+      if (!item.pending && !replay.told.has(item.id) && item.id !== replay.running) this.remove(item.id);
+    }
+  }
+
+  #tell(event) {
+    const raw = event.item;
+    if (this.#replay && event.type === 'conversation.item.added') this.#replay.told.add(raw.id);
+    if (raw.type === 'message') this.#tellMessage(event, raw);
+    this.#endReplay();
+  }
+
+  #tellMessage(event, raw) {
+    const ends = event.type.endsWith('.done');
+    let item = this.#byId.get(raw.id);
+    const isNew = !item;
+    if (!item) {
+      item = { id: raw.id, role: raw.role, status: raw.status, text: '', points: 0 };
+      this.#byId.set(raw.id, item);
+    }
+    const moved = this.#place(item, event.previous_item_id, isNew);
+    item.pending = false;
+    item.status = raw.status ?? (ends ? 'completed' : item.status);
+    const text = textOf(raw);
+    // An item that begins is told without text; what was held of it stays until its deltas say otherwise.
+    if (ends || text) this.#setText(item, text);
+    for (const field of ['engine', 'usage', 'timing', 'reason']) {
+      if (raw[field] != null) item[field] = raw[field];
+    }
+    if (event.response_id && this.answer?.id === event.response_id) this.answer.itemId = item.id;
+    this.#changed(isNew || moved ? 'items' : 'item', item);
+  }
+
+  /** @returns {boolean} whether the order changed */
+  #place(item, previousId, isNew) {
+    if (previousId === undefined && !isNew) return false;
+    const from = isNew ? -1 : this.items.indexOf(item);
+    const previous = previousId ? this.#byId.get(previousId) : undefined;
+    if (from > 0 && this.items[from - 1] === previous) return false;
+    if (from === 0 && previousId === null) return false;
+    const rest = this.items.filter((other) => other !== item);
+    const at = previous ? rest.indexOf(previous) + 1 : previousId === null ? 0 : this.#endOf(rest);
+    rest.splice(at, 0, item);
+    this.items = rest;
+    return true;
+  }
+
+  /** The end of what the server has: own unsent messages come after it. */
+  #endOf(items) {
+    const pending = items.findIndex((item) => item.pending);
+    return pending < 0 ? items.length : pending;
+  }
+
+  #setText(item, text) {
+    if (item.text === text) return;
+    item.text = text;
+    item.points = countPoints(text);
+    this.#changed('text', item);
+  }
+
+  #cut(event) {
+    const item = this.#byId.get(event.item_id);
+    if (item && event.text_end != null) this.#setText(item, headOf(item.text, event.text_end));
+  }
+
+  #answerBegins(event) {
+    const { response } = event;
+    const inReplyTo = event.in_reply_to ?? response.in_reply_to ?? null;
+    if (inReplyTo) this.outcomes.delete(inReplyTo);
+    // `duplicate` answers a repeated question whose answer has ended: nothing is under way.
+    if (event.duplicate || (response.status && response.status !== 'in_progress')) {
+      if (this.answer?.id === response.id) this.answer = null;
+    } else if (this.answer?.id === response.id) {
+      this.answer.inReplyTo ??= inReplyTo;
+    } else {
+      this.answer = { id: response.id, itemId: null, inReplyTo, epoch: '', stage: null, position: null };
+    }
+    this.#changed('answer');
+  }
+
+  #stage(responseId, stage, position = null) {
+    const answer = this.answer;
+    if (!answer || (responseId && responseId !== answer.id) || stage === 'idle') return;
+    if (answer.stage === stage && answer.position === position) return;
+    answer.stage = stage;
+    answer.position = position;
+    this.#changed('answer');
+  }
+
+  #delta(event) {
+    const item = this.#byId.get(event.item_id) ?? this.#open(event.item_id);
+    if (!applyDelta(item, event.offset ?? item.points, event.delta)) return false;
+    const answer = this.answer;
+    if (answer?.id === event.response_id) {
+      answer.itemId = item.id;
+      answer.epoch = event.epoch ?? answer.epoch;
+      if (answer.stage !== 'streaming') this.#stage(answer.id, 'streaming');
+    }
+    this.#changed('text', item);
+    return true;
+  }
+
+  /** An answer's item that was not announced. @returns {Item} */
+  #open(id) {
+    /** @type {Item} */
+    const item = { id, role: 'assistant', status: 'in_progress', text: '', points: 0 };
+    this.#byId.set(id, item);
+    this.#place(item, undefined, true);
+    this.#changed('items', item);
+    return item;
+  }
+
+  #lastWord(event) {
+    const item = this.#byId.get(event.item_id);
+    if (item) this.#setText(item, event.text);
+  }
+
+  #answerEnds(response) {
+    const details = response.status_details ?? {};
+    const told = (response.output ?? []).map((/** @type {any} */ raw) => this.#byId.get(raw.id));
+    const item = told.findLast((/** @type {Item | undefined} */ one) => one);
+    const answer = this.answer?.id === response.id ? this.answer : null;
+    if (item) {
+      item.engine = response.engine ?? item.engine;
+      item.usage = response.usage ?? item.usage;
+      item.timing = response.timing ?? item.timing;
+      item.reason = response.status === 'completed' ? undefined : (details.error?.message ?? details.reason);
+      item.status = response.status === 'completed' ? 'completed' : 'incomplete';
+      this.#changed('item', item);
+    }
+    if (answer) {
+      this.answer = null;
+      const asked = answer.inReplyTo ?? this.items.findLast((one) => one.role === 'user')?.id;
+      if (asked && !item && response.status !== 'completed') {
+        const { code = null, message = null } = details.error ?? {};
+        this.outcomes.set(asked, { status: response.status, code, message });
+      }
+    }
+    this.#changed('answer');
+  }
+}

@@ -1,0 +1,127 @@
+/** What the person has to know or do beside the conversation: engines loading, a lost connection, a key to enter. */
+
+import { durationText, troubleText } from './status.js';
+import { isToken } from './realtime.js';
+import { make } from './view.js';
+
+const KEY = 'chat.key';
+
+/** The API key of this tab, or null. */
+export function storedKey() {
+  return sessionStorage.getItem(KEY);
+}
+
+export class Notices {
+  #engines = byId('engines');
+  #enginesTitle = byId('engines-title');
+  #enginesList = byId('engines-list');
+  #trouble = byId('trouble');
+  #troubleText = byId('trouble-text');
+  #action = byId('trouble-action');
+  #close = byId('trouble-close');
+  #keyForm = byId('key-form');
+  #key = /** @type {HTMLInputElement} */ (byId('key'));
+  #actions;
+  /** @type {(() => void) | null} */
+  #onAction = null;
+  /** What the server refused, until the person has read it. @type {string} */
+  #fault = '';
+  /** @type {import('./realtime.js').Link} */
+  #link = { phase: 'idle' };
+  /** When each engine was first seen to be loading, in ms. @type {Map<string, number>} */
+  #loadingSince = new Map();
+
+  /** @param {{connect: () => void, newChat: () => void}} actions */
+  constructor(actions) {
+    this.#actions = actions;
+    this.#action.addEventListener('click', () => this.#onAction?.());
+    this.#close.addEventListener('click', () => this.setFault(''));
+    this.#keyForm.addEventListener('submit', (event) => {
+      event.preventDefault();
+      this.#enterKey();
+    });
+    this.#key.addEventListener('input', () => this.#key.setCustomValidity(''));
+  }
+
+  /** @param {import('./realtime.js').Link} link */
+  setLink(link) {
+    this.#link = link;
+    const asks = link.phase === 'refused' && link.status === 401;
+    if (asks) {
+      byId('key-text').textContent = storedKey() ? 'The server did not accept this API key.' : 'This server asks for an API key.';
+      if (this.#keyForm.hidden) {
+        this.#keyForm.hidden = false;
+        this.#key.focus();
+      }
+    } else if (link.phase !== 'connecting') {
+      this.#keyForm.hidden = true;
+    }
+    this.#showTrouble();
+  }
+
+  /** @param {string} fault */
+  setFault(fault) {
+    this.#fault = fault;
+    this.#showTrouble();
+  }
+
+  /** @param {import('./readiness.js').Ready} ready */
+  setReady(ready) {
+    this.#engines.hidden = ready.ready;
+    if (ready.ready) return;
+    const waiting = ready.engines.filter((engine) => engine.state !== 'healthy').length;
+    const title = ready.store === 'down'
+      ? 'The store of the conversations is not reachable yet.'
+      : `${waiting === 1 ? 'An engine is' : 'The engines are'} getting ready. You can write already: the answer comes when one is.`;
+    // Only a change is written: the line is read out loud each time.
+    if (this.#enginesTitle.textContent !== title) this.#enginesTitle.textContent = title;
+    this.#enginesList.replaceChildren(...ready.engines.map((engine) => this.#engineLine(engine)));
+  }
+
+  #engineLine({ name, state, detail }) {
+    const line = make('li', '');
+    line.dataset.state = state;
+    const since = this.#loadingSince.get(name) ?? Date.now();
+    this.#loadingSince.set(name, since);
+    const own = state === 'healthy' ? 'ready' : `not ready, ${durationText(Date.now() - since)} so far`;
+    const text = make('span', '');
+    text.append(make('b', '', name), ` ${detail || own}`);
+    line.append(text);
+    return line;
+  }
+
+  #showTrouble() {
+    const text = this.#fault || (this.#link.status === 401 ? '' : troubleText(this.#link));
+    this.#trouble.hidden = !text;
+    if (this.#troubleText.textContent !== text) this.#troubleText.textContent = text;
+    this.#close.hidden = !this.#fault;
+    const [label, action] = this.#fault ? ['', null] : this.#remedy();
+    this.#action.hidden = !action;
+    this.#action.textContent = label;
+    this.#onAction = action;
+  }
+
+  /** @returns {[string, (() => void) | null]} */
+  #remedy() {
+    const { phase, status } = this.#link;
+    if (phase === 'refused' && status === 404) return ['New chat', this.#actions.newChat];
+    if (phase === 'waiting' || phase === 'refused') return ['Try now', this.#actions.connect];
+    return phase === 'closed' ? ['Connect again', this.#actions.connect] : ['', null];
+  }
+
+  #enterKey() {
+    const key = this.#key.value.trim();
+    if (!isToken(key)) {
+      this.#key.setCustomValidity('An API key has only letters, digits and the signs - . _ ~ + and the like, no spaces.');
+      this.#key.reportValidity();
+      return;
+    }
+    sessionStorage.setItem(KEY, key);
+    this.#key.value = '';
+    this.#actions.connect();
+  }
+}
+
+function byId(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
