@@ -1,6 +1,6 @@
 """The engines we know: where they are, whether they can be used, what they serve, how busy they are.
 
-Each engine has a task that probes it once a second; the slow probe of one never delays another's. ``_Watch`` decides
+Each engine has a task that probes it once a second; the slow probe of one never delays another's. ``Watch`` decides
 what a probe means, by plain calls that take the time as an argument; ``Fleet`` does the asking and the waking.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
+from chat_server.engine.vllm import EngineNotThere
 from chat_server.errors import EngineError, EngineRefused, StartError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class _Watch:
+class Watch:
     """What the probes of one engine add up to."""
 
     engine: Engine
@@ -69,9 +70,9 @@ class _Watch:
     counted: float = 0.0
     #: starts that only a counter betrayed
     restarts: int = 0
-    #: probes since the engine was last healthy
+    #: probes while it was starting
     tries: int = 0
-    patience_s: float = field(default=PATIENCE_S)
+    patience_s: float = PATIENCE_S
 
     def good(self, probe: Probe, models: Sequence[ModelInfo] | None, began: float) -> bool:
         """A probe that began at ``began`` went well; ``models`` if they were asked. Whether state or models changed."""
@@ -93,14 +94,13 @@ class _Watch:
 
     def bad(self, error: Exception, now: float) -> bool:
         """A probe failed. Whether the state changed."""
-        refused = isinstance(error.__cause__, ConnectionRefusedError) or isinstance(
-            getattr(error.__cause__, "os_error", None), ConnectionRefusedError
-        )
         if self.engine.state == "starting":
             # Not started yet is no fault; no to our key is one, and no waiting mends it.
             return self._set("unhealthy" if isinstance(error, EngineRefused) else "starting", str(error))
-        patient = not refused and self.good_at is not None and now - self.good_at < self.patience_s
-        return False if patient else self._set("unhealthy", str(error))
+        late = self.good_at is None or now - self.good_at >= self.patience_s
+        if isinstance(error, EngineNotThere) or late:
+            return self._set("unhealthy", str(error))
+        return False
 
     def failed(self, reason: str, now: float) -> bool:
         """A live stream saw it fail. Whether the state changed."""
@@ -133,12 +133,17 @@ class Fleet:
     """All engines. ``run`` keeps them up to date until it is cancelled; everything else answers from memory."""
 
     def __init__(
-        self, addresses: Sequence[EngineAddress], client: VllmClient, *, probe_interval_s: float = 1.0
+        self,
+        addresses: Sequence[EngineAddress],
+        client: VllmClient,
+        *,
+        probe_interval_s: float = 1.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._client = client
         self._interval_s = probe_interval_s
         engines = [Engine(engine_id(address), address.url) for address in addresses]
-        self._watches = {engine.id: _Watch(engine) for engine in engines}
+        self._watches = {engine.id: Watch(engine, patience_s=patience_s) for engine in engines}
         if len(self._watches) < len(engines):
             raise StartError("Two engines have the same name or the same URL: give each --engine its own.")
         self._changed = asyncio.Event()
@@ -175,7 +180,7 @@ class Fleet:
             for watch in self._watches.values():
                 group.create_task(self._keep(watch), name=f"probe {watch.engine.id}")
 
-    async def _keep(self, watch: _Watch) -> None:
+    async def _keep(self, watch: Watch) -> None:
         now = asyncio.get_running_loop().time
         while True:
             began = now()
@@ -183,7 +188,7 @@ class Fleet:
                 self._wake()
             await asyncio.sleep(max(0.0, began + watch.wait(self._interval_s) - now()))
 
-    async def _probe(self, watch: _Watch, began: float) -> bool:
+    async def _probe(self, watch: Watch, began: float) -> bool:
         name, url = watch.engine.id, watch.engine.url
         try:
             async with asyncio.timeout(watch.patience_s):

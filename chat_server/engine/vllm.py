@@ -7,6 +7,8 @@ Closing the stream aborts the request on the engine, so cancelling ``stream`` is
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 4 << 20
 #: characters of an engine's own message that are passed on.
 MAX_MESSAGE_CHARS = 2000
+
+
+class EngineNotThere(EngineUnavailable):
+    """Nobody listens at the engine's address: it is down, not slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +147,43 @@ class VllmClient:
         5xx, cut before a ``finish_reason``, silent past a deadline). What the listener raises passes through (an
         OSError would be taken for the connection's).
         """
-        headers = {**self._headers, "Content-Type": "application/json", "X-Request-Id": request.request_id}
-        limits = self._deadlines
         reading = _Reading(engine, listener)
-        now = asyncio.get_running_loop().time
-        async with _engine_errors(engine):
-            # The deadline moves on with the stream, but at most once a second: a timer per token would cost more
-            # than the token.
-            async with asyncio.timeout(limits.connect_s + limits.headers_s) as deadline:
-                # BytesIO: aiohttp sends that in pieces, and warns of large bytes.
-                body = BytesIO(orjson.dumps(_body(request)))
-                response = await self._http.post(f"{url}/v1/chat/completions", data=body, headers=headers)
-                try:
-                    if response.status != 200:
-                        raise _refusal(engine, response.status, await _read(response))
-                    moved = now()
-                    deadline.reschedule(moved + limits.first_s)
-                    async for chunk in response.content.iter_any():
-                        for data in reading.parser.feed(chunk):
-                            reading.on_event(data)
-                        if reading.done:
-                            return reading.finish()
-                        if reading.begun and (at := now()) > moved + 1.0:
-                            moved = at
-                            deadline.reschedule(at + limits.silence_s)
-                finally:
-                    # Not release(): that would wait. After [DONE] nothing more comes, and a stream that is left
-                    # before is closed here and now.
-                    response.close()
+        try:
+            async with _engine_errors(engine):
+                await self._read_stream(url, request, reading)
+        except EngineUnavailable:
+            # With a finish reason the text is whole; asking again could only repeat it.
+            if reading.reason is None:
+                raise
         return reading.finish()
+
+    async def _read_stream(self, url: str, request: ChatRequest, reading: _Reading) -> None:
+        limits = self._deadlines
+        now = asyncio.get_running_loop().time
+        headers = {**self._headers, "Content-Type": "application/json", "X-Request-Id": request.request_id}
+        # BytesIO: aiohttp sends that in pieces, and warns of large bytes.
+        body = BytesIO(orjson.dumps(_body(request)))
+        # The deadline moves on with the stream, but at most once a second: a timer per token would cost more than
+        # the token.
+        async with asyncio.timeout(limits.connect_s + limits.headers_s) as deadline:
+            response = await self._http.post(f"{url}/v1/chat/completions", data=body, headers=headers)
+            try:
+                if response.status != 200:
+                    raise _refusal(reading.engine, response.status, await _read(response))
+                moved = now()
+                deadline.reschedule(moved + limits.first_s)
+                async for chunk in response.content.iter_any():
+                    for data in reading.parser.feed(chunk):
+                        reading.on_event(data)
+                    if reading.done:
+                        return
+                    if reading.begun and (at := now()) > moved + 1.0:
+                        moved = at
+                        deadline.reschedule(at + limits.silence_s)
+            finally:
+                # Not release(), which waits. After [DONE] nothing more comes, and a stream that is left before it is
+                # closed here and now.
+                response.close()
 
     async def models(self, url: str, *, engine: str | None = None) -> list[ModelInfo]:
         """The models at ``url``, in the engine's order. Raises as ``stream`` does; the caller sets a deadline."""
@@ -185,7 +199,11 @@ class VllmClient:
     async def probe(self, url: str, *, engine: str | None = None) -> Probe:
         """Ask for health and load. Raises as ``stream`` does; the caller sets a deadline."""
         await self._get(engine or url, url + "/health", {})
-        return parse_metrics((await self._get(engine or url, url + "/metrics", {})).decode("utf-8", "replace"))
+        try:
+            metrics = await self._get(engine or url, url + "/metrics", {})
+        except EngineRefused:
+            metrics = b""  # turned off, or not let through by a proxy: it can be used all the same
+        return parse_metrics(metrics.decode("utf-8", "replace"))
 
     async def _get(self, engine: str, url: str, headers: dict[str, str]) -> bytes:
         async with _engine_errors(engine), self._http.get(url, headers=headers) as response:
@@ -237,26 +255,33 @@ class _Reading:
             self.done = True
             return
         event = _json(self.engine, data)
-        if not isinstance(event, dict):
-            raise EngineUnavailable(f"Engine {self.engine} sent an event that is no object.", engine=self.engine)
-        if (error := event.get("error")) is not None:
-            raise _refusal(self.engine, _status(error), data)
-        if usage := event.get("usage"):
-            self.usage = _usage(usage)
-        # One answer is asked for, so there is one choice; the chunk with the usage has none.
-        for choice in event.get("choices") or ():
+        try:
+            error = event.get("error")
+            usage = event.get("usage")
+            # One answer is asked for, so there is at most one choice; the event with the usage has none.
+            choices = event.get("choices")
+            choice = choices[0] if choices else {}
             delta = choice.get("delta") or {}
-            if text := delta.get("content"):
-                self.begun = True
-                self.listener.on_text(text)
-            elif delta.get("reasoning") or delta.get("reasoning_content"):
-                self.begun = True
-                self.listener.on_thinking()
-            if reason := choice.get("finish_reason"):
-                self.reason = reason
+            text = delta.get("content") or ""
+            thinks = delta.get("reasoning") or delta.get("reasoning_content")
+            self.reason = choice.get("finish_reason") or self.reason
+            if usage:
+                self.usage = _usage(usage)
+        except (AttributeError, KeyError, TypeError) as wrong:
+            raise _nonsense(self.engine) from wrong
+        if error is not None:
+            raise _refusal(self.engine, _status(error), data)
+        if text:
+            if not isinstance(text, str):
+                raise _nonsense(self.engine)
+            self.begun = True
+            self.listener.on_text(text)
+        elif thinks:
+            self.begun = True
+            self.listener.on_thinking()
 
     def finish(self) -> Finish:
-        """The end. With a finish reason the text is whole, even if the stream was cut before its last lines."""
+        """The end, told by a finish reason. Raises EngineUnavailable without one."""
         if self.reason is None:
             raise EngineUnavailable(
                 f"Engine {self.engine} ended the stream before the answer was whole.", engine=self.engine
@@ -293,9 +318,10 @@ async def _engine_errors(engine: str) -> AsyncIterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        number = error.os_error.errno
-        reason = os.strerror(number) if number and number > 0 else str(error.os_error)  # below 0: of name look-ups
-        raise EngineUnavailable(f"Engine {engine} can not be reached: {reason}.", engine=engine) from error
+        number = error.os_error.errno or 0
+        reason = os.strerror(number) if number > 0 else str(error.os_error)  # below 0: of a name look-up
+        kind = EngineNotThere if number == errno.ECONNREFUSED else EngineUnavailable
+        raise kind(f"Engine {engine} can not be reached: {reason}.", engine=engine) from error
     except TimeoutError as error:
         raise EngineUnavailable(f"Engine {engine} was silent for too long.", engine=engine) from error
     except (aiohttp.ClientError, OSError, EventTooLarge) as error:
@@ -351,12 +377,17 @@ def _usage(usage: dict[str, Any]) -> Usage:
 def _json(engine: str, data: bytes) -> Any:
     try:
         return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise EngineUnavailable(f"Engine {engine} sent something that is no JSON.", engine=engine) from error
+    except orjson.JSONDecodeError as wrong:
+        raise _nonsense(engine) from wrong
+
+
+def _nonsense(engine: str) -> EngineUnavailable:
+    return EngineUnavailable(f"Engine {engine} sent something that is no answer of a vLLM server.", engine=engine)
 
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return 0.0
+    return number if math.isfinite(number) else 0.0

@@ -55,7 +55,7 @@ class PrefixCache:
             else:
                 if block in self._free:
                     del self._free[block]
-                elif len(self._used) + len(self._free) >= self.blocks:
+                elif self.cached >= self.blocks:
                     if not self._free:
                         break
                     self._free.popitem(last=False)
@@ -70,6 +70,11 @@ class PrefixCache:
             if not self._used[block]:
                 del self._used[block]
                 self._free[block] = None
+
+    @property
+    def cached(self) -> int:
+        """Blocks that are held, used or not."""
+        return len(self._used) + len(self._free)
 
     @property
     def usage(self) -> float:

@@ -43,6 +43,8 @@ class Fault:
             value = values.get(name, 0)
             if not isinstance(value, int) and not (name == "times" and value is None):
                 raise ValueError(f"{name} is a whole number")
+        if not isinstance(values.get("message", ""), str):
+            raise ValueError("message is a string")
         return cls(**values)
 
 
