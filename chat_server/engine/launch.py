@@ -76,15 +76,35 @@ class Place:
 
 
 @dataclass(slots=True)
+class Stage:
+    """What somebody is doing, for people: ``engine-1: loading the model, 12 s``."""
+
+    who: str
+    doing: str
+    #: since when (monotonic); None: the time says nothing
+    since: float | None = None
+    #: the part that is done, 0 to 1; None: nobody knows
+    part: float | None = None
+
+    def now(self, doing: str, part: float | None = None, *, timed: bool = True) -> None:
+        if doing != self.doing or not timed:
+            self.since = time.monotonic() if timed else None
+        self.doing, self.part = doing, part
+
+    @property
+    def line(self) -> str:
+        part = "" if self.part is None else f", {self.part:.0%}"
+        return self.doing + part + ("" if self.since is None else f", {time.monotonic() - self.since:.0f} s")
+
+
+@dataclass(slots=True)
 class LocalEngine:
     """One engine that we run."""
 
     name: str
     port: int
     log: Path
-    #: what it is doing, for people, and since when (monotonic); None: no time to show
-    doing: str = "waits for its start"
-    since: float | None = None
+    stage: Stage
     was_ready: bool = False
     deaths: int = 0
     command: Sequence[str] = ()
@@ -93,14 +113,6 @@ class LocalEngine:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def now(self, doing: str, *, timed: bool = False) -> None:
-        self.doing = doing
-        self.since = time.monotonic() if timed else None
-
-    @property
-    def line(self) -> str:
-        return self.doing if self.since is None else f"{self.doing}, {time.monotonic() - self.since:.0f} s"
 
 
 class LocalEngines:
@@ -113,14 +125,27 @@ class LocalEngines:
         # With a shared store other machines' engines are known there too, so ours need a name of their own.
         prefix = "" if settings.redis_url is None else f"{socket.gethostname()}-{settings.port}-"
         self._engines = tuple(
-            LocalEngine(name := f"{prefix}engine-{number}", port, self._log_dir / f"{name}.log")
+            LocalEngine(name := f"{prefix}engine-{number}", port, self._log_dir / f"{name}.log", Stage(name, "waiting"))
             for number, port in enumerate(free_ports(count), 1)
         )
+        self._model_stage: Stage | None = None
         self.addresses = tuple(EngineAddress(engine.url, engine.name) for engine in self._engines)
 
     def status(self) -> dict[str, str]:
         """Engine's name -> what it is doing, for people."""
-        return {engine.name: engine.line for engine in self._engines}
+        prepared = self._model_stage
+        line = None if prepared is None else f"the model is prepared: {prepared.line}"
+        return {engine.name: line or engine.stage.line for engine in self._engines}
+
+    @property
+    def stages(self) -> list[Stage]:
+        """What is going on now, to be shown line by line."""
+        return [self._model_stage] if self._model_stage else [engine.stage for engine in self._engines]
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether each engine was ready once."""
+        return all(engine.was_ready for engine in self._engines)
 
     async def run(self) -> None:
         """Start the engines and keep them running until cancelled; then stop them all.
@@ -163,23 +188,23 @@ class LocalEngines:
             # so that nobody waits for a download only to hear this
             await asyncio.to_thread(check_memory, Model(DEMO_MODEL, DEMO_MODEL, local=True), len(self._engines))
 
-        def tell(line: str) -> None:
-            for engine in self._engines:
-                engine.now(line)
-
-        path = await ensure_demo_model(settings.cache_dir, self._log_dir, tell)
+        self._model_stage = stage = Stage(DEMO_MODEL, "looking for it")
+        try:
+            path = await ensure_demo_model(settings.cache_dir, self._log_dir, stage.now)
+        finally:
+            self._model_stage = None
         return await asyncio.to_thread(find_model, str(path))
 
     async def _keep(self, engine: LocalEngine, http: aiohttp.ClientSession) -> None:
         """Run one engine, and run it again when it ends."""
         while True:
-            engine.now("loading the model" if not self._settings.simulate else "starting", timed=True)
+            engine.stage.now("starting" if self._settings.simulate else "loading the model")
             began = time.monotonic()
             async with await Child.start(engine.command, log=engine.log, env=engine.env, grace_s=GRACE_S) as child:
                 up = await self._until_up(engine, child, http)
                 if up:
                     engine.was_ready = True
-                    engine.now(f"ready after {time.monotonic() - began:.0f} s")
+                    engine.stage.now(f"ready after {time.monotonic() - began:.0f} s", timed=False)
                     logger.info("%s is ready after %.0f s, at %s", engine.name, time.monotonic() - began, engine.url)
                     began = time.monotonic()
                     await child.wait()
@@ -192,7 +217,7 @@ class LocalEngines:
             engine.deaths = engine.deaths + 1 if not up or time.monotonic() - began < calm else 1
             delay = min(most, first * 2.0 ** (engine.deaths - 1))
             logger.error("%s It starts again in %.0f s.", reason, delay)
-            engine.now(f"ended (status {status}), starts again in {delay:.0f} s")
+            engine.stage.now(f"ended (status {status}), starts again in {delay:.0f} s", timed=False)
             await asyncio.sleep(delay)
 
     async def _until_up(self, engine: LocalEngine, child: Child, http: aiohttp.ClientSession) -> bool:
