@@ -115,6 +115,12 @@ class Settings:
     empty_session_ttl_s: int = 3600
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def model_name(self) -> str:
+        """The name that local engines serve their model under: a folder's last part, a hub's whole name."""
+        folder = Path(self.model).expanduser()
+        return folder.absolute().name if folder.is_dir() else self.model
+
     def check(self) -> None:
         """Raise StartError for a combination that can not work or is not safe, saying what to do."""
         if not self.api_keys and not is_loopback(self.host):

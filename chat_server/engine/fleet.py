@@ -153,15 +153,15 @@ class Fleet:
         """All engines, in the operator's order."""
         return tuple(watch.engine for watch in self._watches.values())
 
-    def healthy(self, model: str) -> list[Engine]:
-        """The engines that can answer for ``model`` now."""
-        return [e for e in self.engines if e.state == "healthy" and model in e.models]
+    def healthy(self, model: str | None = None) -> list[Engine]:
+        """The engines that can answer for ``model`` (None: for any) now."""
+        return [e for e in self.engines if e.state == "healthy" and (model is None or model in e.models)]
 
     def models(self) -> list[str]:
         """Models that are served, the first one is the default; also those of an engine that is away at the moment."""
         return list(dict.fromkeys(model for engine in self.engines for model in engine.models))
 
-    async def wait_healthy(self, model: str, timeout_s: float) -> list[Engine]:
+    async def wait_healthy(self, model: str | None, timeout_s: float | None) -> list[Engine]:
         """Wait until an engine can answer for ``model``: as ``healthy``, never empty. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not (found := self.healthy(model)):

@@ -1,0 +1,187 @@
+"""Wires everything together, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+
+from chat_server.commands import Commands
+from chat_server.core.ids import new_id
+from chat_server.edge.auth import Keys
+from chat_server.edge.gate import Gate
+from chat_server.edge.http import Http, SecurityHeaders, error_response, static_folder
+from chat_server.edge.realtime import Realtime
+from chat_server.edge.socket import socket_protocol
+from chat_server.engine.fleet import Fleet
+from chat_server.engine.vllm import VllmClient, open_http
+from chat_server.errors import ClientError, StartError, StoreError, StoreUnavailable
+from chat_server.hub import Hub
+from chat_server.settings import EngineAddress, Settings
+from chat_server.store.committer import Committer
+from chat_server.store.redis import Store
+from chat_server.turn import Conductor
+
+log = logging.getLogger(__name__)
+
+#: WebSocket pings: a silent peer is found in 30 s (uvicorn's own defaults take 40).
+_PING_INTERVAL_S = 15.0
+_PING_TIMEOUT_S = 15.0
+
+
+async def run_app(
+    settings: Settings,
+    *,
+    redis_url: str,
+    engines: Sequence[EngineAddress],
+    startup: Callable[[], dict[str, str]],
+    on_listening: Callable[[str], None],
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve until cancelled, or until SIGINT or SIGTERM.
+
+    ``startup`` gives each engine's line for people while it starts. ``on_listening`` is called with the URL when
+    connections are taken, ``on_ready`` once when the store is up and an engine is healthy. A store that is away may
+    come later. Raises StoreError if it is there and can not be used.
+    """
+    api_key = settings.engine_api_key.reveal() if settings.engine_api_key else None
+    async with open_http() as http, _open_store(settings, redis_url) as store:
+        client = VllmClient(http, api_key)
+        fleet = Fleet(engines, client)
+        hub = Hub(settings, store)
+        committer = Committer(store)
+        conductor = Conductor(store=store, committer=committer, fleet=fleet, client=client, limits=settings.limits)
+        commands = Commands(hub=hub, store=store, committer=committer, conductor=conductor, limits=settings.limits)
+        gate = Gate(settings, Keys(settings.api_keys), fleet, hub)
+        app = _routes(Realtime(settings, gate, hub, commands), Http(settings, gate, hub, fleet, startup))
+        server = Server(_uvicorn_config(settings, app))
+
+        async def announce() -> None:
+            on_listening(_url(settings, await server.address()))
+            await fleet.wait_healthy(None, None)
+            await hub.wait_ready()
+            on_ready()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(work) for work in (fleet.run(), committer.run(), hub.run(), announce())]
+                await server.run_until_told()
+                for task in background:
+                    task.cancel()
+        finally:
+            with contextlib.suppress(StoreError):
+                await store.drop_lease()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which says where it listens, and stops in order when its task is cancelled."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._listening: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._listening.set_result(self.servers[0].sockets[0].getsockname()[:2])
+
+    async def address(self) -> tuple[str, int]:
+        """Host and port, once connections are taken."""
+        return await asyncio.shield(self._listening)
+
+    async def run_until_told(self) -> None:
+        """Serve until SIGINT, SIGTERM or the end of the task. Raises StartError if it can not listen."""
+        serving = asyncio.create_task(self.serve())
+        try:
+            await asyncio.shield(serving)
+        except SystemExit:  # uvicorn's way of saying that the port is taken; it logged why
+            raise StartError(f"Can not listen on {self.config.host}:{self.config.port}.") from None
+        except asyncio.CancelledError:
+            self.should_exit = True
+            await serving
+            raise
+
+
+@asynccontextmanager
+async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store]:
+    store = Store(
+        redis_url,
+        new_id("replica"),
+        ttl_s=settings.session_ttl_s,
+        empty_ttl_s=settings.empty_session_ttl_s,
+        max_items=settings.limits.max_items,
+    )
+    try:
+        try:
+            await store.open()
+        except StoreUnavailable as error:
+            log.warning("%s Sessions are served when it is there.", error)
+        yield store
+    finally:
+        await store.close()
+
+
+def _routes(realtime: Realtime, http: Http) -> Starlette:
+    return Starlette(
+        routes=[
+            WebSocketRoute("/v1/realtime", realtime),
+            Route("/v1/realtime", http.probe),
+            Route("/v1/models", http.models),
+            Route("/healthz", http.healthz),
+            Route("/readyz", http.readyz),
+            Route("/", http.page),
+            Mount("/static", StaticFiles(directory=static_folder())),
+        ],
+        middleware=[Middleware(SecurityHeaders)],
+        exception_handlers={HTTPException: _http_error, Exception: _fault},
+    )
+
+
+def _uvicorn_config(settings: Settings, app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        ws=socket_protocol(settings.limits.socket_buffer_bytes),
+        ws_max_size=settings.limits.max_frame_bytes,
+        ws_ping_interval=_PING_INTERVAL_S,
+        ws_ping_timeout=_PING_TIMEOUT_S,
+        ws_per_message_deflate=False,  # three times the memory per connection
+        root_path=settings.root_path,
+        forwarded_allow_ips=settings.forwarded_allow_ips,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _url(settings: Settings, address: tuple[str, int]) -> str:
+    host, port = address
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "invalid_request"
+    return error_response(ClientError(code, str(error.detail), status=error.status_code))
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    return error_response(ClientError("internal_error", "The server failed.", type="server_error", status=500))

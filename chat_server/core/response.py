@@ -1,0 +1,283 @@
+"""One answer in the making: its state, its one text, and the frames that tell of it.
+
+A running response keeps its text once: what the engine sent is *pending* until the store has it; what is *stored* may
+be told. Connections keep only how far they have been told (``view.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import orjson
+from msgspec import UNSET, Struct, UnsetType
+
+from chat_server.core.items import Item, Part, ResponseObject, ResponseStatus, StatusDetails, Timing, Usage
+from chat_server.core.text import safe_length
+
+
+class State(StrEnum):
+    """What a response is doing; the names are those of the heartbeat, and ``ended``."""
+
+    QUEUED = "queued"  # waits for an engine
+    PREFILL = "prefill"  # an engine reads the prompt
+    THINKING = "thinking"  # the model reasons, nothing of it is shown
+    STREAMING = "streaming"  # text comes
+    ENDED = "ended"
+
+
+#: Which state may follow which; anything else is our own fault and raises.
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.PREFILL, State.ENDED}),
+    State.PREFILL: frozenset({State.QUEUED, State.THINKING, State.STREAMING, State.ENDED}),
+    State.THINKING: frozenset({State.QUEUED, State.STREAMING, State.ENDED}),
+    State.STREAMING: frozenset({State.QUEUED, State.THINKING, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class Begun(Struct, frozen=True, kw_only=True):
+    """What is stored of a response when it begins: all that any replica needs to tell of it or to go on with it."""
+
+    id: str
+    item_id: str
+    in_reply_to: str | UnsetType = UNSET
+    replica: str
+    epochs: list[tuple[str, int]]
+    created_ms: int
+    model: str
+    instructions: str
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    stop: tuple[str, ...]
+    metadata: dict[str, str] | None
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """How a response ended; stored and told with its end. ``text_length`` is in code points, after any cut."""
+
+    status: ResponseStatus
+    details: StatusDetails | None = None
+    usage: Usage | None = None
+    timing: Timing | UnsetType = UNSET
+    engine: str | UnsetType = UNSET
+    text_length: int
+    epochs: list[tuple[str, int]]
+    keeps_item: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Text for the store: where it begins (bytes of UTF-8, and code points) and what it is."""
+
+    byte_offset: int
+    offset: int
+    text: str
+    data: bytes
+
+
+class Response:
+    """One answer. Pure: the owner feeds it, the committer takes from it, views read it.
+
+    Invariants: ``stored`` text is a prefix of stored plus pending text; offsets count code points; nothing changes
+    after ``end``.
+    """
+
+    def __init__(self, begun: Begun, *, previous_item_id: str | None) -> None:
+        self.begun = begun
+        self.id = begun.id
+        self.item_id = begun.item_id
+        self.previous_item_id = previous_item_id
+        self.epochs = list(begun.epochs)
+        self.state = State.QUEUED
+        self.outcome: Outcome | None = None
+        #: whether the store can not take text at the moment; the heartbeat says ``waiting``.
+        self.waiting_for_store = False
+        self.length = 0  # stored, code points
+        self.byte_length = 0  # stored, bytes
+        self._pieces: list[str] = []
+        self._starts: list[int] = []
+        self._pending: list[str] = []
+        self._in_flight: Commit | None = None
+        self._frame_at = -1
+        self._frame = b""
+        self._make_prefix()
+
+    # --- the owner feeds it
+
+    def move(self, state: State) -> None:
+        """Go to ``state``. Raises ValueError if that can not follow the present one; nothing is changed then."""
+        if state is self.state:
+            return
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"a response that is {self.state} can not become {state}")
+        self.state = state
+
+    def on_text(self, text: str) -> None:
+        """Text came from the engine."""
+        if text and self.state is not State.ENDED:
+            self.move(State.STREAMING)
+            self._pending.append(text)
+
+    def on_thinking(self) -> None:
+        """Reasoning came from the engine; it is not shown."""
+        if self.state is not State.ENDED:
+            self.move(State.THINKING)
+
+    def take_commit(self) -> Commit | None:
+        """The text to store next, up to a place from which another engine could go on exactly; None if there is none.
+
+        One commit at a time: ``stored_in_flight`` must follow.
+        """
+        if self._in_flight is not None or not self._pending or self.state is State.ENDED:
+            return None
+        text = "".join(self._pending) if len(self._pending) > 1 else self._pending[0]
+        length = safe_length(text)
+        self._pending = [text[length:]] if length < len(text) else []
+        if not length:
+            return None
+        text = text[:length]
+        data = text.encode()  # never fails: no JSON that orjson takes gives a lone surrogate
+        self._in_flight = Commit(self.byte_length, self.length, text, data)
+        return self._in_flight
+
+    def take_rest(self) -> str:
+        """All text that no commit took; it is stored with the end. Only while no commit is under way."""
+        assert self._in_flight is None, "a commit is under way"
+        rest = "".join(self._pending)
+        self._pending.clear()
+        return rest
+
+    def stored_in_flight(self) -> None:
+        """The store holds what ``take_commit`` gave: it may be told."""
+        commit = self._in_flight
+        assert commit is not None, "nothing was taken"
+        self._in_flight = None
+        self.on_stored(commit.text, len(commit.data))
+
+    # --- what the store holds
+
+    def on_stored(self, text: str, size: int) -> None:
+        """The store holds ``text`` (``size`` bytes) more."""
+        self._pieces.append(text)
+        self._starts.append(self.length)
+        self.length += len(text)
+        self.byte_length += size
+        self._frame = b""  # it is not the whole rest any more
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a commit is under way."""
+        return self._in_flight is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is text that was not taken for a commit yet (it may wait for a safe place)."""
+        return bool(self._pending)
+
+    @property
+    def epoch(self) -> str:
+        return self.epochs[-1][0]
+
+    def end(self, outcome: Outcome) -> None:
+        """It ended, and the store knows: what is left to tell may be told. The text is cut as the outcome says."""
+        if outcome.text_length < self.length:
+            text = self.text(0)[: outcome.text_length]
+            self._pieces, self._starts = ([text], [0]) if text else ([], [])
+            self.length = len(text)
+            self.byte_length = len(text.encode())
+        self._pending.clear()
+        self.epochs = list(outcome.epochs)
+        self._make_prefix()
+        self.outcome = outcome
+        self.move(State.ENDED)
+
+    # --- what is told
+
+    def text(self, start: int) -> str:
+        """The stored text from code point ``start`` on."""
+        if start >= self.length:
+            return ""
+        index = bisect_right(self._starts, start) - 1
+        rest = self._pieces[index][start - self._starts[index] :]
+        return rest if index == len(self._pieces) - 1 else rest + "".join(self._pieces[index + 1 :])
+
+    def delta(self, start: int) -> bytes:
+        """The frame with the stored text from ``start`` on (which may be none, after a cut).
+
+        Views at the same place get the same bytes: in the common case it is escaped and framed once for all.
+        """
+        if start != self._frame_at or not self._frame:
+            self._frame_at = start
+            self._frame = b"".join(
+                (
+                    self._prefix,
+                    b"%d" % start,
+                    b',"delta":',
+                    orjson.dumps(self.text(start)),
+                    self._suffix,
+                    b'%d"}' % start,
+                )
+            )
+        return self._frame
+
+    @property
+    def heartbeat_state(self) -> str:
+        return "waiting" if self.waiting_for_store else self.state.value
+
+    def item(self) -> Item:
+        """The answer's item as it stands: empty and in progress, or whole."""
+        outcome = self.outcome
+        if outcome is None:
+            return self.make_item("in_progress", None)
+        return self.make_item("completed" if outcome.status == "completed" else "incomplete", self.text(0), outcome)
+
+    def make_item(self, status: Any, text: str | None, outcome: Outcome | None = None) -> Item:
+        """The answer's item with ``text`` (None: no content yet)."""
+        return Item(
+            id=self.item_id,
+            status=status,
+            role="assistant",
+            content=[] if text is None else [Part(type="output_text", text=text)],
+            in_reply_to=self.begun.in_reply_to,
+            response_id=self.id,
+            epochs=UNSET if outcome is None else outcome.epochs,
+            engine=UNSET if outcome is None else outcome.engine,
+            usage=UNSET if outcome is None or outcome.usage is None else outcome.usage,
+            timing=UNSET if outcome is None else outcome.timing,
+        )
+
+    def object(self) -> ResponseObject:
+        """The response as ``response.created`` (running) or ``response.done`` (ended) shows it."""
+        outcome = self.outcome
+        if outcome is None:
+            return ResponseObject(id=self.id, status="in_progress", output=[], metadata=self.begun.metadata)
+        return ResponseObject(
+            id=self.id,
+            status=outcome.status,
+            status_details=outcome.details,
+            output=[self.item()] if outcome.keeps_item else [],
+            usage=outcome.usage,
+            metadata=self.begun.metadata,
+            timing=outcome.timing,
+            engine=outcome.engine,
+        )
+
+    def _make_prefix(self) -> None:
+        """The constant parts of a delta's frame, built once per epoch. Its event id is made of the place."""
+        head = orjson.dumps(
+            {
+                "type": "response.output_text.delta",
+                "response_id": self.id,
+                "item_id": self.item_id,
+                "output_index": 0,
+                "content_index": 0,
+                "epoch": self.epoch,
+            }
+        )
+        self._prefix = head[:-1] + b',"offset":'
+        self._suffix = b',"event_id":"event_%s_' % self.epoch.rpartition("_")[2].encode()
+        self._frame = b""

@@ -1,0 +1,319 @@
+"""The sessions alive on this replica: who listens to them here, and what other replicas tell of them.
+
+A session is here while it has a connection here or an answer of it is made here: a response outlives its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from chat_server.core import close_codes
+from chat_server.core.ids import new_id
+from chat_server.core.items import Item, SessionSettings
+from chat_server.core.principal import Principal
+from chat_server.core.response import Outcome
+from chat_server.core.server_events import ItemAdded, ItemDone, encode
+from chat_server.errors import ClientError, StoreError
+from chat_server.live import Connection, Gap, LiveSession
+from chat_server.settings import Settings
+from chat_server.store import messages
+from chat_server.store.redis import Store
+
+log = logging.getLogger(__name__)
+
+#: seconds between lease renewals, between heartbeats' ticks, and between looks at answers whose owner may be gone.
+_TICK_S = 1.0
+_RETRY_S = 0.5
+#: seconds that a joining connection waits for messages that the store has told but that have not arrived.
+_JOIN_S = 2.0
+
+
+class Hub:
+    """One replica's live sessions. ``run`` must be running: it listens, renews the lease and owns the tasks."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+        self._sessions: dict[str, LiveSession] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._lease_holds = False
+        self._listening = False
+        self._was_ready = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the store answers and other replicas are heard: sessions can be served."""
+        return self._lease_holds and self._listening
+
+    async def wait_ready(self) -> None:
+        """Until ``ready`` for the first time. The caller sets the deadline, if there is one."""
+        await self._was_ready.wait()
+
+    def _note_ready(self) -> None:
+        if self.ready:
+            self._was_ready.set()
+
+    # --- opening and closing
+
+    async def create(self, principal: Principal, model: str) -> LiveSession:
+        """A new session. Raises ClientError 429 if the principal has too many."""
+        count = await self._store.session_count(principal, now_ms())
+        if count >= self._settings.limits.max_sessions_per_user:
+            raise ClientError(
+                "too_many_sessions",
+                f"You have {count} conversations, which is the limit. Delete some.",
+                type="rate_limit_error",
+                status=429,
+                retry_after_ms=60_000,
+            )
+        session_id = new_id("sess")
+        await self._store.create_session(session_id, principal, model, SessionSettings())
+        return await self.open(principal, session_id)
+
+    async def open(self, principal: Principal, session_id: str) -> LiveSession:
+        """The principal's session. Raises ClientError 404 if there is none of this id, or it is someone else's.
+
+        The caller must call ``close_if_idle`` with it at the end.
+        """
+        while True:
+            live = self._sessions.setdefault(session_id, LiveSession(session_id))
+            async with live.lock:
+                if live.closed:  # between our look and the lock
+                    continue
+                try:
+                    if not live.loaded:
+                        await self._load(live)
+                    if live.owner != principal:
+                        raise ClientError("session_not_found", f"There is no session {session_id}.", status=404)
+                except BaseException:
+                    self._forget_if_idle(live)
+                    raise
+                return live
+
+    async def _load(self, live: LiveSession) -> None:
+        state = await self._store.watch(live.id)
+        if state is None:
+            raise ClientError("session_not_found", f"There is no session {live.id}.", status=404)
+        live.load(state)
+        await self._end_orphan(live)
+
+    async def join(self, live: LiveSession, connection: Connection, *, resumed: bool, history: int | None) -> None:
+        """Give a connection the state, and everything after it: nothing is missed, nothing told twice.
+
+        ``history`` is how many of the last items it wants first (0: all; None: none).
+        """
+        async with live.lock:
+            previous, items = (None, list[Item]()) if history is None else await self._history(live, history)
+            # From here on there is no await: what the store tells next goes to this connection too.
+            outbox = connection.outbox
+            outbox.push(live.created(connection, resumed=resumed))
+            running = live.response
+            known = [item for item in items if running is None or item.id != running.item_id]
+            if known:
+                frames = _history_frames(previous, known)
+                outbox.push_source(lambda: next(frames, None))
+            if running is not None:
+                outbox.begin(running)
+            live.connections.add(connection)
+
+    async def _history(self, live: LiveSession, count: int) -> tuple[str | None, list[Item]]:
+        """The last items, read when this replica knew exactly what the store held. Raises Gap if that never comes."""
+        deadline = time.monotonic() + _JOIN_S
+        while time.monotonic() < deadline:
+            reply = await self._store.last_items(live.id, count)
+            if reply is None:
+                raise ClientError("session_not_found", f"There is no session {live.id}.", status=404)
+            version, previous, items = reply
+            if version == live.version:
+                return previous, items
+            await asyncio.sleep(0.01)  # the message that made the difference is on its way
+        raise Gap
+
+    async def leave(self, live: LiveSession, connection: Connection) -> None:
+        """A connection is gone. Its answer goes on."""
+        live.connections.discard(connection)
+        connection.outbox.close()
+        await self.close_if_idle(live)
+
+    async def close_if_idle(self, live: LiveSession) -> None:
+        """Stop listening to a session that has neither connections nor an answer here."""
+        async with live.lock:
+            if self._forget_if_idle(live):
+                try:
+                    await self._store.unwatch(live.id)
+                except StoreError as error:
+                    log.info("A session was left while the store is away: %s", error)
+
+    def _forget_if_idle(self, live: LiveSession) -> bool:
+        if live.closed or live.connections or live.turn is not None:
+            return False
+        self._forget(live)
+        return True
+
+    def _forget(self, live: LiveSession) -> None:
+        live.closed = True
+        if self._sessions.get(live.id) is live:
+            del self._sessions[live.id]
+
+    def drop(self, live: LiveSession) -> None:
+        """What we know of a session is not what is stored: its clients come back and get what is.
+
+        An answer that is made here goes on; the session is read again when somebody joins.
+        """
+        live.close_connections(close_codes.RESTART, "reconnect to go on")
+        live.unload()
+        self._forget_if_idle(live)
+
+    # --- messages of the store
+
+    def apply(self, live: LiveSession, message: bytes) -> None:
+        """Apply what the store answered or another replica told; a session with a gap is dropped."""
+        decoded = messages.decode(message)
+        try:
+            if isinstance(decoded, messages.Text):
+                live.apply_text(decoded)
+            else:
+                live.apply(decoded)
+        except Gap:
+            log.info("Session %s: a message is missing; its connections start again", live.id)
+            self.drop(live)
+
+    def _hear(self, raw: bytes) -> None:
+        try:
+            session_id = messages.decode(raw).session
+        except ValueError:
+            log.error("Another replica told something that is no message of this version")
+            return
+        live = self._sessions.get(session_id)
+        if live is not None and live.loaded:
+            self.apply(live, raw)
+
+    async def _listen(self) -> None:
+        """Hear what other replicas tell, until cancelled."""
+        heard_before = False
+        while True:
+            try:
+                async with self._store.inbox() as inbox:
+                    if heard_before:  # nothing is known of what was said meanwhile
+                        for live in list(self._sessions.values()):
+                            await self._compare(live)
+                    heard_before = self._listening = True
+                    self._note_ready()
+                    async for raw in inbox:
+                        self._hear(raw)
+            except StoreError as error:
+                log.debug("The inbox broke: %s", error)
+            finally:
+                self._listening = False
+            await asyncio.sleep(_RETRY_S)
+
+    async def _compare(self, live: LiveSession) -> None:
+        """Watch a session again; drop it if it is not as we know it."""
+        async with live.lock:
+            if live.closed or not live.loaded:
+                return
+            state = await self._store.watch(live.id)
+            if state is None or not live.catch_up(state):
+                self.drop(live)
+
+    # --- answers that nobody makes any more
+
+    async def _end_orphan(self, live: LiveSession) -> None:
+        """End an answer whose replica is gone, with the text that is stored of it. Holds the session's lock."""
+        response = live.response
+        if response is None or live.turn is not None or await self._store.is_alive(live.response_owner):
+            return
+        token = new_id("token")
+        if not await self._store.take_over(live.id, live.response_token, token):
+            return
+        length = response.length
+        outcome = Outcome(status="incomplete", text_length=length, epochs=response.epochs, keeps_item=length > 0)
+        item = response.make_item("incomplete", response.text(0), outcome)
+        reply = await self._store.end(live.id, response.id, token, item, rest_offset=length, rest="", outcome=outcome)
+        if isinstance(reply, bytes):
+            log.warning("Session %s: the replica of an answer is gone; the answer ends as it stands", live.id)
+            self.apply(live, reply)
+
+    async def _sweep(self) -> None:
+        for live in list(self._sessions.values()):
+            if live.response is not None and live.turn is None:
+                async with live.lock:
+                    if not live.closed and live.loaded:
+                        await self._end_orphan(live)
+
+    # --- what goes on by itself
+
+    async def run(self) -> None:
+        """Lease, inbox, ticks, orphans, and the tasks given to ``spawn``, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._every(_TICK_S, self._renew), name="lease")
+                tasks.create_task(self._every(_TICK_S, self._tick), name="ticks")
+                tasks.create_task(self._every(_TICK_S, self._sweep), name="orphans")
+                tasks.create_task(self._listen(), name="inbox")
+        finally:
+            self._tasks = None
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run something that belongs to no connection; it must not raise."""
+        assert self._tasks is not None, "run() runs"
+        self._tasks.create_task(work, name=name)
+
+    async def _every(self, interval_s: float, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await action()
+            except StoreError as error:
+                log.debug("%s", error)
+            except Exception:
+                log.exception("A periodic task failed; it goes on")
+            await asyncio.sleep(interval_s)
+
+    async def _renew(self) -> None:
+        held = self._lease_holds
+        try:
+            await self._store.renew_lease(now_ms())
+            self._lease_holds = True
+            self._note_ready()
+        except StoreError as error:
+            self._lease_holds = False
+            if held:
+                log.warning("The store is away: %s", error)
+            raise
+        if not held:
+            log.info("The store is up")
+
+    async def _tick(self) -> None:
+        now, wall = time.monotonic(), now_ms()
+        for live in list(self._sessions.values()):
+            response = live.response
+            state = response.heartbeat_state if response else "idle"
+            for connection in list(live.connections):
+                connection.outbox.tick(now, wall, state, response.id if response else None)
+
+    def statistics(self) -> dict[str, int]:
+        """How much lives here."""
+        lives = self._sessions.values()
+        return {
+            "sessions": len(lives),
+            "connections": sum(len(live.connections) for live in lives),
+            "responses": sum(live.turn is not None for live in lives),
+        }
+
+
+def now_ms() -> int:
+    """Wall clock, for stored times and for people; durations come from the monotonic clock."""
+    return time.time_ns() // 1_000_000
+
+
+def _history_frames(previous: str | None, items: list[Item]) -> Iterator[bytes]:
+    """Frames of stored items, made one by one as the socket takes them."""
+    for item in items:
+        yield encode(ItemAdded(previous_item_id=previous, item=item))
+        yield encode(ItemDone(previous_item_id=previous, item=item))
+        previous = item.id

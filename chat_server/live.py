@@ -1,0 +1,233 @@
+"""A session as this replica knows it while somebody here listens to it, or an answer of it is made here.
+
+It changes in one way only: a message of the store is applied, the same whether we wrote it or another replica did, and
+told to all connections. So the store is never behind a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol, assert_never
+
+from chat_server.core import close_codes
+from chat_server.core.client_events import Flush
+from chat_server.core.items import SessionSettings
+from chat_server.core.principal import Principal
+from chat_server.core.response import Response, State
+from chat_server.core.server_events import (
+    ActiveResponse,
+    ItemAdded,
+    ItemDeleted,
+    ItemDone,
+    SessionCreated,
+    SessionObject,
+    SessionUpdated,
+    encode,
+)
+from chat_server.edge.outbox import Outbox
+from chat_server.store.messages import (
+    AnyChange,
+    ItemGone,
+    ItemPut,
+    ResponseBegan,
+    ResponseEnded,
+    SettingsChanged,
+    Text,
+)
+from chat_server.store.replies import SessionState
+from chat_server.turn import Turn
+
+log = logging.getLogger(__name__)
+
+
+class Gap(Exception):
+    """A message is missing: what we know of the session is not what the store holds."""
+
+
+class Connection(Protocol):
+    """One WebSocket, as the session sees it (``edge/realtime.py``)."""
+
+    outbox: Outbox
+    flush: Flush
+
+    def close(self, code: int, reason: str) -> None: ...
+
+
+class LiveSession:
+    """One session on this replica. ``lock`` keeps this replica's writes to it in their order."""
+
+    def __init__(self, session_id: str) -> None:
+        self.id = session_id
+        self.lock = asyncio.Lock()
+        self.connections: set[Connection] = set()
+        self.owner: Principal
+        self.model = ""
+        self.settings = SessionSettings()
+        self.version = -1  # not loaded
+        self.item_count = 0
+        self.response: Response | None = None
+        #: the replica that makes the response, and the token that it held when we looked.
+        self.response_owner = ""
+        self.response_token = ""
+        #: the making of the response, if it is made here.
+        self.turn: Turn | None = None
+        #: it was left: whoever waits for its lock looks it up again.
+        self.closed = False
+
+    def load(self, state: SessionState) -> None:
+        """Take over what ``watch`` found. An answer that is made here stays: nobody knows it better."""
+        self.owner = state.owner
+        self.model = state.model
+        self.settings = state.settings
+        self.version = state.version
+        self.item_count = state.item_count
+        if self.turn is not None:
+            return
+        self.response = None
+        if state.running is not None:
+            running = state.running
+            self.response = Response(running.begun, previous_item_id=running.previous)
+            self.response_owner, self.response_token = running.replica, running.token
+            self._stored(self.response, running.text, len(running.text.encode()))
+
+    def unload(self) -> None:
+        """Forget all but an answer that is made here: it has to be read again."""
+        self.version = -1
+
+    def catch_up(self, state: SessionState) -> bool:
+        """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
+        if state.version != self.version:
+            return False
+        if self.response is not None and self.turn is None:
+            running = state.running
+            if running is None or running.begun.id != self.response.id or len(running.text) < self.response.length:
+                return False
+            self.response_owner, self.response_token = running.replica, running.token
+            rest = running.text[self.response.length :]
+            self._stored(self.response, rest, len(rest.encode()))
+            self.pump()
+        return True
+
+    @property
+    def loaded(self) -> bool:
+        return self.version >= 0
+
+    # --- messages of the store
+
+    def apply(self, change: AnyChange) -> None:
+        """Apply a change and tell it. Raises Gap if one before it is missing; one that we have already is left out."""
+        if change.version <= self.version:
+            return
+        if self.loaded:
+            if change.before != self.version:
+                raise Gap
+            self.version = change.version
+        match change:
+            case ItemPut():
+                self.item_count += 1
+                self._tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
+                self._tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
+            case ItemGone():
+                self.item_count -= 1
+                self._tell(encode(ItemDeleted(item_id=change.item_id)))
+            case SettingsChanged():
+                self.model, self.settings = change.model, change.settings
+                for connection in list(self.connections):
+                    connection.outbox.push(SessionUpdated(session=self.object(connection)))
+            case ResponseBegan():
+                self.item_count += 1
+                self.response = Response(change.begun, previous_item_id=change.previous)
+                self.response_owner, self.response_token = change.begun.replica, change.token
+                for connection in list(self.connections):
+                    connection.outbox.begin(self.response)
+            case ResponseEnded():
+                self._end(change)
+            case _:
+                assert_never(change)
+
+    def apply_text(self, message: Text) -> None:
+        """Text of an answer that another replica makes was stored. Raises Gap if some before it is missing."""
+        response = self.response
+        if response is None or response.id != message.response or message.offset > response.length:
+            raise Gap
+        if message.offset == response.length:  # else we have it: it came with the state that we read
+            self._stored(response, message.text, message.size)
+            self.pump()
+
+    def _end(self, change: ResponseEnded) -> None:
+        response = self.response
+        if response is None or response.id != change.response or change.offset > response.length:
+            raise Gap
+        rest = change.rest[response.length - change.offset :]
+        if rest:
+            response.on_stored(rest, len(rest.encode()))
+        response.end(change.outcome)
+        self.response = None
+        if not change.outcome.keeps_item:
+            self.item_count -= 1
+        for connection in list(self.connections):
+            connection.outbox.end(response)
+
+    @staticmethod
+    def _stored(response: Response, text: str, size: int) -> None:
+        if not text:
+            return
+        if response.state is State.QUEUED:  # a mirror hears of text only, not of what came before it
+            response.move(State.PREFILL)
+        response.move(State.STREAMING)
+        response.on_stored(text, size)
+
+    # --- telling
+
+    def pump(self) -> None:
+        """More may be told: to whoever takes it."""
+        for connection in list(self.connections):
+            try:
+                connection.outbox.pump()
+            except Exception:
+                log.exception("A connection failed while it was told something; it is closed")
+                connection.close(close_codes.FAULT, "fault in the server")
+
+    def _tell(self, frame: bytes) -> None:
+        for connection in list(self.connections):
+            connection.outbox.push(frame)
+
+    def close_connections(self, code: int, reason: str) -> None:
+        """Close all of this replica's connections to the session."""
+        for connection in list(self.connections):
+            connection.outbox.close()
+            connection.close(code, reason)
+
+    # --- what it looks like
+
+    def object(self, connection: Connection) -> SessionObject:
+        """The session as one connection sees it (``flush`` is the connection's own)."""
+        settings = self.settings
+        return SessionObject(
+            id=self.id,
+            model=self.model,
+            instructions=settings.instructions,
+            max_output_tokens=settings.max_output_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop=settings.stop,
+            flush=connection.flush,
+            heartbeat_interval_ms=connection.outbox.heartbeat_interval_ms,
+        )
+
+    def created(self, connection: Connection, *, resumed: bool) -> SessionCreated:
+        """The first event of a connection."""
+        response = self.response
+        active = None
+        if response is not None:
+            active = ActiveResponse(
+                id=response.id,
+                item_id=response.item_id,
+                state=response.heartbeat_state,
+                epoch=response.epoch,
+                offset=0,  # without a resume point the text comes from its start
+            )
+        return SessionCreated(
+            session=self.object(connection), resumed=resumed, item_count=self.item_count, active_response=active
+        )

@@ -1,0 +1,139 @@
+"""Group commit: the text of all running responses goes to the store together; what is stored may be told.
+
+At once after a quiet moment, then at most one pipeline each ``gather_s``, and none before the last is answered. So a
+token waits a few milliseconds at most, and a thousand streams cost one round trip, not a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chat_server.core.response import Response
+from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.store.redis import Store
+from chat_server.store.replies import CommitReply, TextCommit
+
+log = logging.getLogger(__name__)
+
+_GATHER_S = 0.005
+#: seconds between tries while the store is away.
+_RETRY_S = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class Writer:
+    """One running response as its owner writes it.
+
+    ``on_stored`` is called after its text was stored: more may be told. ``on_lost`` when the store will not take its
+    text any more (another owner, or the response is gone).
+    """
+
+    session_id: str
+    token: str
+    response: Response
+    on_stored: Callable[[], None]
+    on_lost: Callable[[CommitReply], None]
+    lost: bool = False
+
+
+class Committer:
+    """Takes the text of responses to the store. ``add`` is a plain call from the token path; ``run`` does the rest."""
+
+    def __init__(self, store: Store, *, gather_s: float = _GATHER_S) -> None:
+        self._store = store
+        self._gather_s = gather_s
+        self._dirty: dict[Writer, None] = {}
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
+
+    def add(self, writer: Writer) -> None:
+        """The writer's response has text that is not stored."""
+        self._dirty[writer] = None
+        self._wake.set()
+
+    async def settle(self, writer: Writer) -> None:
+        """Wait until no commit of the writer is under way; what is pending then stays with the caller.
+
+        Waits as long as the store is away: the caller sets the deadline.
+        """
+        self._dirty.pop(writer, None)
+        while writer.response.in_flight and not writer.lost:
+            await self._answered.wait()
+
+    async def run(self) -> None:
+        """Commit until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            started = loop.time()
+            batch = [(writer, commit) for writer in self._dirty if (commit := self._take(writer)) is not None]
+            self._dirty.clear()
+            if not batch:
+                continue
+            replies = await self._store_batch([commit for _, commit in batch], [writer for writer, _ in batch])
+            for (writer, _), reply in zip(batch, replies, strict=True):
+                self._answer(writer, reply)
+            self._answered.set()
+            self._answered = asyncio.Event()
+            rest = self._gather_s - (loop.time() - started)
+            if rest > 0:
+                await asyncio.sleep(rest)
+
+    @staticmethod
+    def _take(writer: Writer) -> TextCommit | None:
+        response = writer.response
+        commit = response.take_commit()
+        if commit is None:
+            return None
+        return TextCommit(
+            session_id=writer.session_id,
+            response_id=response.id,
+            token=writer.token,
+            epoch=response.epoch,
+            byte_offset=commit.byte_offset,
+            offset=commit.offset,
+            data=commit.data,
+        )
+
+    async def _store_batch(self, commits: list[TextCommit], writers: list[Writer]) -> list[CommitReply]:
+        """Try until the store took it: each commit says where it is written, so a retry can not double it."""
+        waiting = False
+        while True:
+            try:
+                replies = await self._store.commit(commits)
+            except StoreUnavailable as error:
+                if not waiting:
+                    log.warning("Answers wait for the store: %s", error)
+                waiting = True
+            except StoreError as error:
+                log.error("The store does not take text: %s", error)
+                waiting = True
+            else:
+                if waiting:
+                    log.warning("The store is back; %d answers go on", len(writers))
+                for writer in writers:
+                    writer.response.waiting_for_store = False
+                return replies
+            for writer in writers:
+                writer.response.waiting_for_store = True
+            await asyncio.sleep(_RETRY_S)
+
+    def _answer(self, writer: Writer, reply: CommitReply) -> None:
+        """Carry one reply out. A callback that raises ends its own response, nobody else's."""
+        try:
+            if reply == "ok":
+                writer.response.stored_in_flight()
+                writer.on_stored()
+                if writer.response.has_pending:
+                    self.add(writer)
+            else:
+                writer.lost = True
+                writer.on_lost(reply)
+        except Exception:
+            log.exception("A response failed while its text was told; it ends")
+            writer.lost = True
+            writer.on_lost("refused")

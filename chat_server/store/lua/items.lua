@@ -1,0 +1,50 @@
+-- Put an item into the conversation, once. ARGV: session id, ttl ms, empty ttl ms, replica, most items, item id,
+-- item JSON, previous item id ('' for the end, 'root' for the start).
+register('item_add', function(keys, args)
+  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local id, json, after = args[6], args[7], args[8]
+  local there = redis.call('HGET', keys[ITEMS], id)
+  if there == json then return {'duplicate', before_id(keys, id) or false} end
+  if there then return {'conflict'} end
+  if redis.call('LLEN', keys[ORDER]) >= tonumber(args[5]) then return {'full'} end
+  local previous = nil
+  if after == '' then
+    previous = last_id(keys)
+    redis.call('RPUSH', keys[ORDER], id)
+  elseif after == 'root' then
+    redis.call('LPUSH', keys[ORDER], id)
+  else
+    if redis.call('LINSERT', keys[ORDER], 'AFTER', after, id) <= 0 then return {'no_previous'} end
+    previous = after
+  end
+  redis.call('HSET', keys[ITEMS], id, json)
+  local message = change(keys, args[4], args[1], 'item', '"previous":' .. quoted(previous) .. ',"item":' .. json)
+  touch(keys, args[2], args[3])
+  return {'ok', message}
+end)
+
+-- Take an item out. ARGV: session id, ttl ms, empty ttl ms, replica, item id, the item that it answers ('' for none).
+register('item_delete', function(keys, args)
+  local id = args[5]
+  if redis.call('HGET', keys[RESPONSE], 'item_id') == id then return {'busy'} end
+  if redis.call('HDEL', keys[ITEMS], id) == 0 then return {'gone'} end
+  redis.call('LREM', keys[ORDER], 1, id)
+  if args[6] ~= '' then
+    local reply = redis.call('HGET', keys[REPLIES], args[6])
+    if reply and string.sub(reply, -#id) == id then redis.call('HDEL', keys[REPLIES], args[6]) end
+  end
+  local message = change(keys, args[4], args[1], 'deleted', '"item_id":' .. quoted(id))
+  touch(keys, args[2], args[3])
+  return {'ok', message}
+end)
+
+-- The last items, oldest first, with the version at which they were read. ARGV: session id, how many (0: all).
+register('items_last', function(keys, args)
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  if not version then return {'gone'} end
+  local start = tonumber(args[2]) > 0 and -tonumber(args[2]) or 0
+  local ids = redis.call('LRANGE', keys[ORDER], start, -1)
+  local previous = false
+  if #ids > 0 then previous = before_id(keys, ids[1]) or false end
+  return {'ok', version, previous, items_of(keys, ids)}
+end)

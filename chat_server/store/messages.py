@@ -1,0 +1,94 @@
+"""What replicas tell each other of a session, as the scripts write it.
+
+A change of a session is one JSON object; the script that made the change built it, published it to the other watchers
+and returned it to the caller. So the replica that writes and those that listen apply the very same message. Text of a
+running response is a line of its own with the bytes after it: there is one per commit, and nothing to parse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Struct
+
+from chat_server.core.items import Item, SessionSettings
+from chat_server.core.response import Begun, Outcome
+
+
+class Change(Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base: which session, and from which version to which. ``before`` must be the reader's, else it missed one."""
+
+    session: str
+    before: int
+    version: int
+
+
+class ItemPut(Change, frozen=True, kw_only=True, tag="item"):
+    """An item entered the conversation behind ``previous``."""
+
+    previous: str | None
+    item: Item
+
+
+class ItemGone(Change, frozen=True, kw_only=True, tag="deleted"):
+    """An item left it."""
+
+    item_id: str
+
+
+class SettingsChanged(Change, frozen=True, kw_only=True, tag="settings"):
+    """New settings, whole."""
+
+    model: str
+    settings: SessionSettings
+
+
+class ResponseBegan(Change, frozen=True, kw_only=True, tag="begin"):
+    """A response has its place in the conversation. ``token`` is its owner's: who takes over compares it."""
+
+    previous: str | None
+    token: str
+    begun: Begun
+
+
+class ResponseEnded(Change, frozen=True, kw_only=True, tag="end"):
+    """A response ended: the rest of its text (from ``offset``, code points) and its outcome."""
+
+    response: str
+    offset: int
+    rest: str
+    outcome: Outcome
+
+
+AnyChange = ItemPut | ItemGone | SettingsChanged | ResponseBegan | ResponseEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of a running response was stored: it begins at ``offset`` (code points)."""
+
+    session: str
+    response: str
+    epoch: str
+    offset: int
+    text: str
+    size: int
+
+
+_decoder: msgspec.json.Decoder[AnyChange] = msgspec.json.Decoder(AnyChange)
+_encoder = msgspec.json.Encoder()
+
+
+def decode(raw: bytes) -> AnyChange | Text:
+    """A message from an inbox or a script's reply. Raises ValueError for one that is neither."""
+    if raw.startswith(b"text "):
+        head, _, data = raw.partition(b"\n")
+        _, session, response, epoch, offset = head.decode().split(" ")
+        return Text(session, response, epoch, int(offset), data.decode(), len(data))
+    return _decoder.decode(raw)
+
+
+def end_body(response: str, offset: int, rest: str, outcome: Outcome) -> bytes:
+    """The inside of a ResponseEnded message, for the script to complete."""
+    return _encoder.encode({"response": response, "offset": offset, "rest": rest, "outcome": outcome})[1:-1]

@@ -1,0 +1,402 @@
+"""The store: one atomic operation per script, over the keys of one session. Truth is here and nowhere else.
+
+Any server of the Redis protocol from version 7 on (the scripts are a function library). Every call has a deadline and
+raises StoreUnavailable when the server can not be reached; the same call with the same ids is then safe to repeat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio as redis_asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from chat_server.core.items import Item, SessionSettings, decode_item, encode_item, to_wire
+from chat_server.core.placement import Binding
+from chat_server.core.principal import Principal
+from chat_server.core.response import Begun, Outcome
+from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.store import keys, messages
+from chat_server.store.replies import Added, BeginReply, CommitReply, RunningState, SessionState, TextCommit
+
+log = logging.getLogger(__name__)
+
+#: seconds for one command, and for a connect: a store that takes longer is away.
+_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 2.0
+#: milliseconds that a replica is believed to live after its last sign.
+LEASE_MS = 4000
+
+
+def library() -> tuple[str, str]:
+    """The prefix of our functions' names, and the code of their library.
+
+    The prefix is made of the code: old and new replicas run side by side, each with its own functions.
+    """
+    folder = resources.files("chat_server.store") / "lua"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".lua")), key=lambda f: f.name)
+    body = "\n".join(f.read_text(encoding="utf-8") for f in files)
+    prefix = f"chat_{hashlib.sha256(body.encode()).hexdigest()[:12]}_"
+    head = (
+        f"#!lua name={prefix}lib\nlocal function register(name, f) redis.register_function('{prefix}' .. name, f) end\n"
+    )
+    return prefix, head + body
+
+
+class Store:
+    """The sessions in a Redis-protocol server, as one replica sees them.
+
+    ``open`` before anything else, ``close`` at the end.
+    """
+
+    def __init__(
+        self, url: str, replica_id: str, *, ttl_s: int, empty_ttl_s: int, max_items: int, max_connections: int = 64
+    ) -> None:
+        self.replica_id = replica_id
+        self._ttl = ttl_s * 1000
+        self._empty_ttl = empty_ttl_s * 1000
+        self._max_items = max_items
+        self._prefix, self._code = library()
+        self._redis: redis_asyncio.Redis = redis_asyncio.Redis.from_pool(
+            redis_asyncio.BlockingConnectionPool.from_url(
+                url,
+                max_connections=max_connections,
+                timeout=_TIMEOUT_S,
+                socket_timeout=_TIMEOUT_S,
+                socket_connect_timeout=_CONNECT_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
+                retry_on_error=[RedisConnectionError],
+            )
+        )
+
+    async def open(self) -> None:
+        """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
+        async with _translated():
+            try:
+                await self._redis.function_load(self._code, replace=True)
+            except ResponseError as error:
+                raise StoreError(
+                    f"The store does not take our functions ({error}). Redis or Valkey from version 7 on is needed."
+                ) from error
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Raises StoreUnavailable if the store does not answer."""
+        async with _translated():
+            await self._redis.ping()
+
+    # --- sessions
+
+    async def create_session(self, session_id: str, owner: Principal, model: str, settings: SessionSettings) -> None:
+        """Store a new session, under an id that is new."""
+        reply = await self._call(
+            session_id, "session_create", *self._ttls, owner.tenant, owner.user, model, to_wire(settings)
+        )
+        if reply != b"ok":
+            raise StoreError("A session with this new id is there already.")
+
+    async def watch(self, session_id: str) -> SessionState | None:
+        """Listen to a session from now on, and get its state as of now; None if there is none."""
+        reply = await self._call(session_id, "watch", *self._ttls, self.replica_id)
+        if reply[0] == b"gone":
+            return None
+        fields, running = _pairs(reply[1]), _pairs(reply[3])
+        return SessionState(
+            owner=Principal(fields["tenant"].decode(), fields["user"].decode()),
+            model=fields["model"].decode(),
+            settings=msgspec.json.decode(fields["settings"], type=SessionSettings),
+            version=int(fields["version"]),
+            item_count=reply[2],
+            running=_running(running, reply[4], reply[5]) if running else None,
+        )
+
+    async def unwatch(self, session_id: str) -> None:
+        """Stop listening."""
+        await self._call(session_id, "unwatch", self.replica_id)
+
+    async def update_session(self, session_id: str, model: str, settings: SessionSettings) -> bytes | None:
+        """Change settings or model; the message that says so, or None if the session is gone."""
+        reply = await self._call(
+            session_id, "session_update", *self._ttls, self.replica_id, model, to_wire(settings), to_wire(model)
+        )
+        return None if reply[0] == b"gone" else bytes(reply[1])
+
+    async def session_count(self, principal: Principal, now_ms: int) -> int:
+        """How many sessions with items the user has; those that ended their life are forgotten first."""
+        key = keys.user_sessions(principal)
+        async with _translated():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.zremrangebyscore(key, "-inf", now_ms - self._ttl)
+            pipe.zcard(key)
+            return int((await pipe.execute())[1])
+
+    async def note_session(self, principal: Principal, session_id: str, now_ms: int) -> None:
+        """Put a session into its user's index, or move it to the front."""
+        async with _translated():
+            await self._redis.zadd(keys.user_sessions(principal), {session_id: now_ms})
+
+    # --- items
+
+    async def add_item(self, session_id: str, item: Item, previous: str | None) -> Added | None:
+        """Put an item into the conversation; None if the session is gone."""
+        reply = await self._call(
+            session_id,
+            "item_add",
+            *self._ttls,
+            self.replica_id,
+            self._max_items,
+            item.id,
+            encode_item(item),
+            previous or "",
+        )
+        match reply[0]:
+            case b"gone":
+                return None
+            case b"ok":
+                return Added("ok", message=reply[1])
+            case b"duplicate":
+                return Added("duplicate", previous=_text(reply[1]))
+            case kind:
+                return Added(kind.decode())
+
+    async def get_item(self, session_id: str, item_id: str) -> Item | None:
+        """One item as it is stored."""
+        async with _translated():
+            raw = await self._redis.hget(keys.session_keys(session_id)[1], item_id)
+        return decode_item(raw) if isinstance(raw, bytes) else None
+
+    async def delete_item(self, session_id: str, item: Item) -> bytes | Literal["busy", "gone"]:
+        """Take an item out; the message, or why not."""
+        in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
+        reply = await self._call(session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to)
+        if reply[0] == b"ok":
+            return bytes(reply[1])
+        return "busy" if reply[0] == b"busy" else "gone"
+
+    async def last_items(self, session_id: str, count: int) -> tuple[int, str | None, list[Item]] | None:
+        """The last ``count`` items (0: all): the version they were read at, the id before the first, the items."""
+        reply = await self._call(session_id, "items_last", count)
+        if reply[0] == b"gone":
+            return None
+        return int(reply[1]), _text(reply[2]), [decode_item(raw) for raw in reply[3] if raw]
+
+    # --- responses
+
+    async def begin(self, session_id: str, begun: Begun, item: Item, token: str) -> BeginReply | None:
+        """Begin a response; None if the session is gone. Repeat it with the same token if the reply was lost."""
+        in_reply_to = begun.in_reply_to if isinstance(begun.in_reply_to, str) else ""
+        reply = await self._call(
+            session_id,
+            "begin",
+            *self._ttls,
+            self.replica_id,
+            self._max_items,
+            begun.id,
+            begun.item_id,
+            in_reply_to,
+            token,
+            encode_item(item),
+            to_wire(begun),
+        )
+        match reply[0]:
+            case b"gone":
+                return None
+            case b"ok":
+                engine, epoch = reply[2]
+                binding = Binding(engine.decode(), epoch.decode()) if engine else None
+                return BeginReply("ok", reply[1], tuple(decode_item(raw) for raw in reply[3] if raw), binding)
+            case b"duplicate":
+                response_id, _, item_id = reply[1].decode().partition(" ")
+                return BeginReply("duplicate", response_id=response_id, item_id=item_id)
+            case b"active":
+                return BeginReply("active", response_id=reply[1].decode())
+            case kind:
+                return BeginReply(kind.decode())
+
+    async def bind(self, session_id: str, read: Binding | None, new: Binding) -> Binding | None:
+        """Bind the session to ``new`` if its binding is still ``read``; the binding that holds now."""
+        old = (read.engine, read.epoch) if read else ("", "")
+        reply = await self._call(session_id, "bind", *old, new.engine, new.epoch)
+        if reply[0] == b"gone" or not reply[1]:
+            return None
+        return Binding(reply[1].decode(), reply[2].decode())
+
+    async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply]:
+        """Store text of many responses in one round trip. Raises StoreUnavailable if all is to be tried again."""
+        async with _translated():
+            for attempt in (1, 2):
+                pipe = self._redis.pipeline(transaction=False)
+                for c in commits:
+                    names = keys.session_keys(c.session_id)
+                    pipe.execute_command(
+                        *("FCALL", f"{self._prefix}commit", len(names), *names, c.session_id, self.replica_id),
+                        *(c.response_id, c.token, c.epoch, c.byte_offset, c.offset, c.data),
+                    )
+                replies: list[Any] = await pipe.execute(raise_on_error=False)
+                if attempt == 1 and any(_is_unknown_function(reply) for reply in replies):
+                    await self._redis.function_load(self._code, replace=True)
+                    continue
+                return [self._commit_reply(reply) for reply in replies]
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _commit_reply(reply: Any) -> CommitReply:
+        """One session's broken keys are that session's trouble; a store that takes no writes is everybody's."""
+        if not isinstance(reply, Exception):
+            kind: CommitReply = reply[0].decode()
+            return kind
+        if not isinstance(reply, ResponseError) or _passes(reply) or _is_unknown_function(reply):
+            raise reply
+        log.error("The store refused the text of a response: %s", str(reply)[:200])
+        return "missing"
+
+    async def end(
+        self,
+        session_id: str,
+        response_id: str,
+        token: str,
+        item: Item,
+        *,
+        rest_offset: int,
+        rest: str,
+        outcome: Outcome,
+    ) -> bytes | Literal["refused", "missing"]:
+        """End a response: item, response, text, binding and version change in one step. The message, or why not."""
+        in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
+        expected = outcome.usage.total_tokens if outcome.usage else 0
+        reply = await self._call(
+            session_id,
+            "finish",
+            *self._ttls,
+            self.replica_id,
+            response_id,
+            token,
+            item.id,
+            encode_item(item) if outcome.keeps_item else b"",
+            in_reply_to,
+            expected,
+            messages.end_body(response_id, rest_offset, rest, outcome),
+        )
+        if reply[0] == b"ok":
+            return bytes(reply[1])
+        return "refused" if reply[0] == b"refused" else "missing"
+
+    async def take_over(self, session_id: str, read_token: str, new_token: str) -> bool:
+        """Become the owner of a response whose owner is gone; False if somebody else was quicker."""
+        reply = await self._call(session_id, "take_over", self.replica_id, read_token, new_token)
+        return bool(reply[0] == b"ok")
+
+    # --- replicas
+
+    async def renew_lease(self, now_ms: int) -> None:
+        """Say that this replica lives."""
+        async with _translated():
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.set(keys.replica(self.replica_id), now_ms, px=LEASE_MS)
+            pipe.zadd(keys.REPLICAS, {self.replica_id: now_ms})
+            pipe.zremrangebyscore(keys.REPLICAS, "-inf", now_ms - 60_000)
+            await pipe.execute()
+
+    async def drop_lease(self) -> None:
+        """Say that this replica is gone, so that others need not wait for the lease to run out."""
+        async with _translated():
+            await self._redis.delete(keys.replica(self.replica_id))
+            await self._redis.zrem(keys.REPLICAS, self.replica_id)
+
+    async def is_alive(self, replica_id: str) -> bool:
+        """Whether a replica's lease holds."""
+        async with _translated():
+            return bool(await self._redis.exists(keys.replica(replica_id)))
+
+    @asynccontextmanager
+    async def inbox(self) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Subscribe to what other replicas tell this one. Raises StoreUnavailable when the subscription breaks."""
+        subscription = self._redis.pubsub(ignore_subscribe_messages=True)
+        try:
+            async with _translated():
+                await subscription.subscribe(keys.inbox(self.replica_id))
+            yield self._listen(subscription)
+        finally:
+            await subscription.aclose()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    async def _listen(subscription: Any) -> AsyncIterator[bytes]:
+        async with _translated():
+            while True:
+                message = await subscription.get_message(timeout=_TIMEOUT_S / 2)
+                if message is not None and message["type"] == "message":
+                    yield message["data"]
+
+    # --- private
+
+    @property
+    def _ttls(self) -> tuple[int, int]:
+        return self._ttl, self._empty_ttl
+
+    async def _call(self, session_id: str, function: str, *args: Any) -> Any:
+        """One function over one session's keys; the library is loaded again if the server lost it."""
+        names = keys.session_keys(session_id)
+        command = ("FCALL", f"{self._prefix}{function}", len(names), *names, session_id, *args)
+        async with _translated():
+            try:
+                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            except ResponseError as error:
+                if not _is_unknown_function(error):
+                    raise
+                await self._redis.function_load(self._code, replace=True)
+                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def _passes(error: ResponseError) -> bool:
+    """Whether this is the answer of a server that starts, fails over or is full: it will take the same call later."""
+    passing = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "BUSY")
+    return str(error).split(" ", 1)[0] in passing
+
+
+def _is_unknown_function(error: object) -> bool:
+    return isinstance(error, ResponseError) and "function not found" in str(error).lower()
+
+
+@asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    """redis-py's errors -> ours."""
+    try:
+        yield
+    except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
+        raise StoreUnavailable(f"The store can not be reached ({type(error).__name__}).") from error
+    except ResponseError as error:
+        if _passes(error):
+            raise StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).") from error
+        raise StoreError(f"The store refused a command: {str(error)[:200]}") from error
+    except RedisError as error:
+        raise StoreError(f"The store failed: {type(error).__name__}.") from error
+
+
+def _pairs(flat: list[bytes]) -> dict[str, bytes]:
+    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def _text(value: bytes | None) -> str | None:
+    return value.decode() if value else None
+
+
+def _running(fields: dict[str, bytes], text: bytes, previous: bytes | None) -> RunningState:
+    return RunningState(
+        begun=msgspec.json.decode(fields["begun"], type=Begun),
+        previous=_text(previous),
+        token=fields["token"].decode(),
+        replica=fields["replica"].decode(),
+        text=text.decode(),
+    )

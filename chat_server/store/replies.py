@@ -1,0 +1,73 @@
+"""What the store's operations take and answer, as types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from chat_server.core.items import Item, SessionSettings
+from chat_server.core.placement import Binding
+from chat_server.core.principal import Principal
+from chat_server.core.response import Begun
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A session as ``watch`` found it."""
+
+    owner: Principal
+    model: str
+    settings: SessionSettings
+    version: int
+    item_count: int
+    running: RunningState | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunningState:
+    """The running response of a session as ``watch`` found it."""
+
+    begun: Begun
+    previous: str | None
+    token: str
+    replica: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What came of putting an item in. ``message`` for ``ok``, ``previous`` for ``duplicate``."""
+
+    kind: Literal["ok", "duplicate", "conflict", "full", "no_previous"]
+    message: bytes = b""
+    previous: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeginReply:
+    """What came of beginning a response. For ``ok`` the prompt's items and the session's binding come along."""
+
+    kind: Literal["ok", "active", "duplicate", "no_item", "full"]
+    message: bytes = b""
+    items: tuple[Item, ...] = ()
+    binding: Binding | None = None
+    #: the response that runs, or that answered the item before, and that one's item.
+    response_id: str = ""
+    item_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCommit:
+    """One response's share of a group commit."""
+
+    session_id: str
+    response_id: str
+    token: str
+    epoch: str
+    byte_offset: int
+    offset: int
+    data: bytes
+
+
+#: What became of a commit: stored; this replica is not the owner (any more); the response or its text was lost.
+CommitReply = Literal["ok", "refused", "missing", "short"]

@@ -1,0 +1,328 @@
+"""One answer, from its beginning in the store to its end there: bind, start the engine's stream, wait, finish.
+
+The text itself does not come by here: the engine's reader calls ``Turn.on_text``, which goes to the committer and from
+there to the connections, all plain calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import UNSET
+
+from chat_server.core import context
+from chat_server.core.ids import new_id
+from chat_server.core.items import Item, ResponseStatus, StatusDetails, StatusError, Timing
+from chat_server.core.items import Usage as WireUsage
+from chat_server.core.placement import Binding, place
+from chat_server.core.principal import Principal
+from chat_server.core.response import Outcome, Response, State
+from chat_server.core.session import cache_salt
+from chat_server.engine.fleet import Engine, Fleet
+from chat_server.engine.vllm import ChatRequest, Finish, VllmClient
+from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, StoreError, StoreUnavailable
+from chat_server.settings import Limits
+from chat_server.store.committer import Committer, Writer
+from chat_server.store.redis import Store
+
+log = logging.getLogger(__name__)
+
+#: engines that are tried for one answer while none has given any text.
+_MAX_ATTEMPTS = 3
+#: seconds that an end waits for a store that is away, and between its tries.
+_END_S = 600.0
+_END_RETRY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Somebody stopped the answer: the text is cut to ``cut`` code points, never past what is stored."""
+
+    cut: int
+
+
+class Turn:
+    """One answer in the making on this replica, as its owner."""
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        principal: Principal,
+        response: Response,
+        writer: Writer,
+        prompt: tuple[Item, ...],
+        binding: Binding | None,
+        committer: Committer,
+    ) -> None:
+        self.session_id = session_id
+        self.principal = principal
+        self.response = response
+        self.writer = writer
+        self.prompt = prompt
+        self.binding = binding
+        self.stopped: Stop | None = None
+        self.engine = ""
+        self.started_at = time.monotonic()
+        self.placed_at: float | None = None
+        self.first_text_at: float | None = None
+        self._committer = committer
+        self._answering: asyncio.Task[Finish] | None = None
+
+    # --- the engine's reader calls these
+
+    def on_text(self, text: str) -> None:
+        if self.first_text_at is None:
+            self.first_text_at = time.monotonic()
+        self.response.on_text(text)
+        self._committer.add(self.writer)
+
+    def on_thinking(self) -> None:
+        self.response.on_thinking()
+
+    # --- stopping
+
+    def stop(self, stop: Stop) -> None:
+        """Stop the answer; a second stop changes nothing."""
+        if self.stopped is None:
+            self.stopped = stop
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the engine's stream."""
+        if self._answering is not None:
+            self._answering.cancel()
+
+    async def until_answered(self, conductor: Conductor) -> Finish | None:
+        """Run the answer to its end; None if it was stopped, or the store takes no more text of ours."""
+        self._answering = asyncio.create_task(conductor.answer(self), name=f"answer {self.response.id}")
+        try:
+            if self.stopped or self.writer.lost:
+                self.abandon()
+            return await self._answering
+        except asyncio.CancelledError:
+            if (self.stopped or self.writer.lost) and not _is_cancelled():
+                return None
+            raise
+        finally:
+            if not self._answering.done():  # we were cancelled ourselves
+                self._answering.cancel()
+                await asyncio.wait([self._answering])
+
+    def timing(self) -> Timing:
+        def since(moment: float | None) -> int | None:
+            return None if moment is None else round((moment - self.started_at) * 1000)
+
+        now = time.monotonic()
+        return Timing(queue_ms=since(self.placed_at) or 0, ttft_ms=since(self.first_text_at), total_ms=since(now) or 0)
+
+
+class Conductor:
+    """Runs turns. ``told`` is called with the store's message when a response has ended."""
+
+    def __init__(self, *, store: Store, committer: Committer, fleet: Fleet, client: VllmClient, limits: Limits) -> None:
+        self._store = store
+        self._committer = committer
+        self._fleet = fleet
+        self._client = client
+        self._limits = limits
+
+    async def run(self, turn: Turn, ended: Callable[[bytes], None], lock: asyncio.Lock) -> None:
+        """Make one answer, whatever happens to it; ``ended`` gets the message of its end, under ``lock``."""
+        finish, status, details = await self._run_to_end(turn)
+        if turn.writer.lost:
+            return
+        response = turn.response
+        await self._committer.settle(turn.writer)
+        if turn.writer.lost:
+            return
+        rest = response.take_rest()
+        length = response.length + len(rest)
+        epochs = list(response.epochs)
+        if turn.stopped:
+            rest, length = "", min(turn.stopped.cut, response.length)
+            if length < response.length:
+                epochs.append((new_id("epoch"), length))
+        usage = finish.usage if finish else None
+        outcome = Outcome(
+            status=status,
+            details=details,
+            usage=WireUsage.of(usage.input_tokens, usage.output_tokens, usage.cached_tokens) if usage else None,
+            timing=turn.timing(),
+            engine=turn.engine or UNSET,
+            text_length=length,
+            epochs=epochs,
+            keeps_item=length > 0 or status == "completed",
+        )
+        await self._end(turn, rest, outcome, ended, lock)
+
+    async def answer(self, turn: Turn) -> Finish:
+        """Find an engine and read its answer; another engine while none has given any text."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            engine = await self._place(turn)
+            turn.engine = engine.id
+            turn.placed_at = turn.placed_at or time.monotonic()
+            turn.response.move(State.PREFILL)
+            engine.in_flight += 1
+            try:
+                async with asyncio.timeout(self._limits.max_answer_s):
+                    return await self._client.stream(engine.id, engine.url, self._request(turn, engine), turn)
+            except EngineUnavailable as error:
+                log.warning("Engine %s failed an answer: %s", engine.id, error)
+                if not isinstance(error, EngineBusy):
+                    self._fleet.failed(engine.id, str(error))
+                if turn.first_text_at is not None or attempt == _MAX_ATTEMPTS:
+                    raise
+                turn.response.move(State.QUEUED)
+            finally:
+                engine.in_flight -= 1
+        raise AssertionError("unreachable")
+
+    # --- private
+
+    async def _run_to_end(self, turn: Turn) -> tuple[Finish | None, ResponseStatus, StatusDetails]:
+        """The engine's answer, and how the response ended by it."""
+        try:
+            finish = await turn.until_answered(self)
+        except TimeoutError:
+            message = f"The answer took longer than {self._limits.max_answer_s:.0f} s."
+            return None, "incomplete", _details("incomplete", "answer_timeout", message, type="server_error")
+        except _NoEngine as error:
+            details = _details(
+                "failed", "overloaded", str(error), type="server_error", retryable=True, retry_after_ms=2000
+            )
+            return None, "failed", details
+        except EngineRefused as error:
+            return None, "failed", _details("failed", error.code, str(error), type="invalid_request_error")
+        except EngineError as error:
+            return (
+                None,
+                "failed",
+                _details("failed", "engine_unavailable", str(error), type="server_error", retryable=True),
+            )
+        except StoreError as error:
+            return None, "failed", _details("failed", "store_unavailable", str(error), retryable=True)
+        except Exception:
+            log.exception("An answer failed")
+            message = "The server failed on this answer."
+            return None, "failed", _details("failed", "internal_error", message, type="server_error")
+        if finish is None:
+            return None, "cancelled", StatusDetails(type="cancelled", reason="client_cancelled")
+        match finish.reason:
+            case "length":
+                return finish, "incomplete", StatusDetails(type="incomplete", reason="max_output_tokens")
+            case "content_filter":
+                return finish, "incomplete", StatusDetails(type="incomplete", reason="content_filter")
+            case "abort":
+                message = "The engine gave the answer up."
+                return finish, "failed", _details("failed", "engine_aborted", message, retryable=True)
+            case _:
+                return finish, "completed", StatusDetails(type="completed")
+
+    async def _place(self, turn: Turn) -> Engine:
+        """The engine for this turn, and the session bound to it. Raises _NoEngine if none comes up in time."""
+        model = turn.response.begun.model
+        healthy = self._fleet.healthy(model)
+        if not healthy:
+            try:
+                healthy = await self._fleet.wait_healthy(model, self._limits.max_queue_s)
+            except TimeoutError:
+                raise _NoEngine(
+                    f"No engine that serves {model} came up within {self._limits.max_queue_s:.0f} s."
+                ) from None
+        while True:
+            engine = place(turn.session_id, turn.binding, healthy)
+            assert engine is not None, "one is healthy"
+            wanted = Binding(engine.id, engine.epoch)
+            if turn.binding == wanted:
+                return engine
+            # Somebody else may have bound it meanwhile: then theirs holds, if it can be used.
+            holds = await self._store.bind(turn.session_id, turn.binding, wanted)
+            if holds is None or holds in (wanted, turn.binding):
+                turn.binding = wanted
+                return engine
+            turn.binding = holds
+
+    def _request(self, turn: Turn, engine: Engine) -> ChatRequest:
+        begun = turn.response.begun
+        return ChatRequest(
+            model=begun.model,
+            messages=context.messages(begun.instructions, turn.prompt),
+            max_tokens=context.output_budget(
+                begun.max_output_tokens,
+                limit=self._limits.max_output_tokens,
+                window=engine.max_model_len,
+                instructions=begun.instructions,
+                items=turn.prompt,
+            ),
+            request_id=begun.id,
+            temperature=begun.temperature,
+            top_p=begun.top_p,
+            stop=begun.stop,
+            cache_salt=cache_salt(turn.principal),
+        )
+
+    async def _end(
+        self, turn: Turn, rest: str, outcome: Outcome, ended: Callable[[bytes], None], lock: asyncio.Lock
+    ) -> None:
+        """Store the end, then tell it; while the store is away, try on."""
+        response = turn.response
+        text = (response.text(0) + rest)[: outcome.text_length]
+        item = response.make_item("completed" if outcome.status == "completed" else "incomplete", text, outcome)
+        deadline = time.monotonic() + _END_S
+        while True:
+            try:
+                async with lock:
+                    reply = await self._store.end(
+                        turn.session_id,
+                        response.id,
+                        turn.writer.token,
+                        item,
+                        rest_offset=response.length,
+                        rest=rest,
+                        outcome=outcome,
+                    )
+                    if isinstance(reply, bytes):
+                        ended(reply)
+                    else:
+                        turn.writer.lost = True
+                        turn.writer.on_lost(reply)
+                return
+            except StoreUnavailable as error:
+                if time.monotonic() > deadline:
+                    log.error("The end of an answer could not be stored for %.0f s: %s", _END_S, error)
+                    return
+                response.waiting_for_store = True
+                await asyncio.sleep(_END_RETRY_S)
+
+
+class _NoEngine(Exception):
+    """No engine can take the answer."""
+
+
+def _details(
+    status: str,
+    code: str,
+    message: str,
+    *,
+    type: str = "server_error",
+    retryable: bool = False,
+    retry_after_ms: int | None = None,
+) -> StatusDetails:
+    error = StatusError(
+        type=type,
+        code=code,
+        message=message,
+        retryable=retryable or UNSET,
+        retry_after_ms=UNSET if retry_after_ms is None else retry_after_ms,
+    )
+    return StatusDetails(type=status, error=error)  # type: ignore[arg-type]
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
