@@ -136,7 +136,7 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
 def _routes(realtime: Realtime, http: Http) -> Starlette:
     return Starlette(
         routes=[
-            WebSocketRoute("/v1/realtime", realtime),
+            WebSocketRoute("/v1/realtime", realtime.serve),
             Route("/v1/realtime", http.probe),
             Route("/v1/models", http.models),
             Route("/healthz", http.healthz),

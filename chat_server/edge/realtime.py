@@ -65,7 +65,8 @@ class Realtime:
         self._hub = hub
         self._commands = commands
 
-    async def __call__(self, websocket: WebSocket) -> None:
+    async def serve(self, websocket: WebSocket) -> None:
+        """The WebSocket endpoint."""
         subprotocols: list[str] = websocket.scope["subprotocols"]
         try:
             asked = self._gate.check(websocket, subprotocols)
