@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -22,6 +20,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from chat_server.engine.launch import LocalEngines, Stage
+from chat_server.engine.ports import check_port
 from chat_server.errors import StartError, StoreUnavailable
 from chat_server.store.embedded import EmbeddedValkey
 from chat_server.store.probe import probe_store
@@ -195,25 +194,6 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise StartError, with what to do, if nobody could listen there now."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except socket.gaierror:
-        raise StartError(f"There is no address {host}. Give --host 127.0.0.1, or an address of this machine.") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            hint = f"Stop the program that listens there (perhaps another chat-server), or give --port {port + 1}."
-            raise StartError(f"Port {port} on {host} is in use. {hint}") from None
-        if error.errno == errno.EACCES:
-            raise StartError(f"Port {port} needs more rights than you have. Give a port above 1023.") from None
-        raise StartError(f"Cannot listen on {host}:{port}: {error.strerror}. Look at --host and --port.") from None
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -22,6 +22,7 @@ from chat_server.children import Child
 from chat_server.engine import hardware
 from chat_server.engine.demo_model import demo_model_ready, ensure_demo_model
 from chat_server.engine.launch_errors import explain
+from chat_server.engine.ports import free_ports
 from chat_server.errors import StartError
 from chat_server.settings import DEMO_MODEL, EngineAddress
 
@@ -232,16 +233,6 @@ class LocalEngines:
                 pass
             await asyncio.sleep(LOOK_EVERY_S)
         return False
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def require_vllm() -> hardware.VllmBuild:
