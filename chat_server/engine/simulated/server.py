@@ -30,10 +30,11 @@ MAX_BODY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class SimulatedServer:
-    """A simulated engine that listens. ``died`` is set when a fault has ended it."""
+    """A simulated engine that listens. ``die()`` ends it as a killed process ends, which sets ``died``."""
 
     url: str
     engine: SimulatedEngine
+    die: Callable[[], None]
     died: asyncio.Event
 
 
@@ -55,7 +56,7 @@ async def simulated_server(
         try:
             name = f"[{host}]" if ":" in host else host
             url = f"http://{name}:{listener.sockets[0].getsockname()[1]}"
-            yield SimulatedServer(url, handlers.engine, handlers.died)
+            yield SimulatedServer(url, handlers.engine, handlers.die, handlers.died)
         finally:
             listener.close()
     finally:
