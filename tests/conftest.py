@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 #: What a test needs to run. The markers and their meaning are in pyproject.toml.
 CATEGORIES = frozenset({"pure", "valkey", "server", "browser", "vllm"})
 
+#: (file, functions) that may read files: our own once, before the first connection is taken, and what libraries look up
+#: about themselves.
+MAY_BLOCK = [
+    ("chat_server/store/redis.py", {"library"}),
+    ("chat_server/edge/http.py", {"static_folder"}),
+    ("redis/utils.py", {"get_lib_version"}),
+]
+
 # A failed example prints the line that repeats it. No deadline per example: machines of CI are slow at times.
 hypothesis.settings.register_profile("chat-server", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("chat-server")
@@ -39,7 +47,10 @@ def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("browser") or request.node.get_closest_marker("vllm"):
         yield  # these drive other processes; the same code runs under the detector in the server tests
         return
-    with blockbuster_ctx("chat_server"):
+    with blockbuster_ctx("chat_server") as detector:
+        for call in detector.functions.values():
+            for file, functions in MAY_BLOCK:
+                call.can_block_in(file, functions)
         yield
 
 

@@ -58,16 +58,29 @@ STANDARD = _by_type(get_args(get_args(realtime_server_event.RealtimeServerEvent)
 EXTENSIONS = _by_type((_Queued, _Migrated, _Heartbeat, _Pong, _Draining))
 
 _SESSION = {"id", "object", "temperature", "top_p", "stop", "flush", "heartbeat_interval_ms"}
-_RESPONSE = {"response.timing", "response.engine", "in_reply_to", "duplicate"}
+#: what an answer's item tells of its making, so that a client that joins later can show it
+_ITEM = {"in_reply_to", "response_id", "epochs", "engine", "usage", "timing"}
+_IN_ITEM = {f"item.{name}" for name in _ITEM}
+_RESPONSE = {
+    "in_reply_to",
+    "duplicate",
+    "response.timing",
+    "response.engine",
+    "response.status_details.error.retryable",
+}
+_RESPONSE |= {"response.status_details.error.retry_after_ms"} | {f"response.output.{name}" for name in _ITEM}
 
 #: type of an event -> the fields that we add to the API's own.
 EXTRA_FIELDS: dict[str, set[str]] = {
     "session.created": {f"session.{name}" for name in _SESSION} | {"resumed", "item_count", "active_response"},
     "session.updated": {f"session.{name}" for name in _SESSION},
-    "conversation.item.added": {"duplicate"},
-    "conversation.item.done": {"duplicate"},
+    "conversation.item.added": {"duplicate"} | _IN_ITEM,
+    "conversation.item.done": {"duplicate"} | _IN_ITEM,
+    "conversation.item.retrieved": _IN_ITEM,
     "conversation.item.truncated": {"text_end"},
     "response.created": _RESPONSE,
+    "response.output_item.added": _IN_ITEM,
+    "response.output_item.done": _IN_ITEM,
     "response.output_text.delta": {"offset", "epoch"},
     "response.done": _RESPONSE,
     "error": {"error.retryable", "error.retry_after_ms"},
