@@ -235,11 +235,11 @@ COUNT = click.IntRange(1)
 @option(
     "--log-level",
     section="Other",
-    default="info",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What is logged, to the standard error output. Never what people write.",
+    help="What is logged, to the standard error output; never what people write. Default: warning on a terminal, "
+    "else info.",
 )
-def serve(log_level: str, **values: Any) -> None:
+def serve(log_level: str | None, **values: Any) -> None:
     """Run the server, and what it needs: a store and engines, unless you name your own.
 
     \b

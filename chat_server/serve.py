@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
@@ -41,7 +42,7 @@ LOOK_EVERY_S = 0.1
 LINE_EVERY_S = 15.0
 
 
-def run(settings: Settings, log_level: str = "info") -> int:
+def run(settings: Settings, log_level: str | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status; raises StartError if it can not start or go on."""
     console = Console(stderr=True, highlight=False)
     set_up_logging(console, log_level)
@@ -100,6 +101,7 @@ def server_parts(
     ready = asyncio.Event()
 
     def on_listening(url: str) -> None:
+        url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")  # to be opened on this machine
         listening.set_result(url)
         if not settings.simulate:
             display.done(f"Listening on {url}; the page is there and says how far the engines are")
@@ -130,15 +132,19 @@ async def show(
 
 async def what_is_there(url: str) -> str:
     """``2 engines, SmolLM2-135M-Instruct``, as the server itself says."""
-    # our own certificate may be made for another name
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http,
-        http.get(f"{url}/readyz", ssl=False) as answer,
-    ):
-        found = await answer.json()
+    parts = urlsplit(url)  # without the path, which is a proxy's; our own certificate may be made for another name
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http,
+            http.get(f"{parts.scheme}://{parts.netloc}/readyz", ssl=False) as answer,
+        ):
+            found = await answer.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        logger.warning("The server does not answer on its own address %s: %s", url, error)
+        return "engines unknown"
     engines = [engine for engine in found["engines"] if engine["state"] == "healthy"]
     models = dict.fromkeys(model for engine in engines for model in engine["models"])
-    kind = "simulated engine" if found.get("simulated") else "engine"
+    kind = "simulated engine" if found["simulated"] else "engine"
     return ", ".join([f"{len(engines)} {kind}{'' if len(engines) == 1 else 's'}", *models])
 
 
@@ -205,8 +211,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def set_up_logging(console: Console, level: str) -> None:
-    """Our own lines from ``level`` on, warnings of the libraries."""
+def set_up_logging(console: Console, level: str | None) -> None:
+    """Our own lines from ``level`` on, warnings of the libraries. Without a level a terminal is kept quiet."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%X")
@@ -215,7 +221,7 @@ def set_up_logging(console: Console, level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("chat_server").setLevel(level.upper())
+    logging.getLogger("chat_server").setLevel((level or ("warning" if console.is_terminal else "info")).upper())
 
 
 class Display:

@@ -206,7 +206,6 @@ class LocalEngines:
                 if up:
                     engine.was_ready = True
                     engine.stage.now(f"ready after {time.monotonic() - began:.0f} s", timed=False)
-                    logger.info("%s is ready after %.0f s, at %s", engine.name, time.monotonic() - began, engine.url)
                     began = time.monotonic()
                     await child.wait()
                 timed_out = child.running
