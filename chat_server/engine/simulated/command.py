@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from typing import Any
@@ -55,7 +56,9 @@ def simulate_engine(host: str, port: int, **values: Any) -> None:
         click.echo(f"{error}.", err=True)
         sys.exit(1)
     except OSError as error:
-        raise click.ClickException(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from None
+        # asyncio puts a long text of its own into strerror; below 0 are the numbers of name look-ups.
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        raise click.ClickException(f"Cannot listen on {host}:{port}: {reason}.") from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass  # told to stop
 

@@ -45,20 +45,20 @@ async def simulated_server(
     """A simulated engine in this process, while the block runs; port 0 takes a free one. Raises OSError."""
     handlers = _Handlers(SimulatedEngine(options))
     # handler_cancellation: a client that leaves ends its handler at once, as it aborts the request on vLLM.
-    runner = web.AppRunner(handlers.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+    runner = web.AppRunner(handlers.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         connections = runner.server
         assert connections is not None  # setup() made it
         # Not a TCPSite: the fault ``die`` has to close the listening socket without a word to the connections.
         listener = await asyncio.get_running_loop().create_server(connections, host, port, backlog=1024)
-        handlers.on_death = lambda: _die(listener, connections)
+        handlers.on_death = lambda: _cut_off(listener, connections)
         try:
             name = f"[{host}]" if ":" in host else host
             url = f"http://{name}:{listener.sockets[0].getsockname()[1]}"
             yield SimulatedServer(url, handlers.engine, handlers.die, handlers.died)
         finally:
-            listener.close()
+            _cut_off(listener, connections)
     finally:
         await runner.cleanup()
 
@@ -312,7 +312,7 @@ def _reset(transport: asyncio.BaseTransport | None) -> None:
     transport.abort()
 
 
-def _die(listener: asyncio.Server, connections: web.Server) -> None:
+def _cut_off(listener: asyncio.Server, connections: web.Server) -> None:
     """What a killed process leaves: nothing listens, all connections are reset."""
     listener.close()
     for connection in list(connections.connections):
