@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: bytes of a child's log file; one older file of the same size is kept beside it.
 LOG_BYTES = 4 << 20
+#: seconds after the grace time in which a tether must have ended; then it hangs
+HANG_S = 10.0
 
 
 class Child:
@@ -96,7 +98,7 @@ class Child:
             os.close(self._lifeline)
             self._lifeline = None
         try:
-            async with asyncio.timeout(self._grace_s + 10.0):
+            async with asyncio.timeout(self._grace_s + HANG_S):
                 return await self._process.wait()
         except TimeoutError:  # the tether itself hangs; the kernel takes the child with it
             self._process.kill()

@@ -58,10 +58,17 @@ def prctl(option: int, value: int) -> None:
 
 
 def start(command: list[str], output: int) -> int:
-    """Fork and execute ``command`` in a session of its own; returns its pid."""
+    """Fork and execute ``command`` in a session of its own; returns its pid once that is done.
+
+    Before it a signal would be lost: there is no group yet, and our own handlers are still in force.
+    """
     tether = os.getpid()
+    done, done_write = os.pipe()  # closed by the kernel when the command is executed
     pid = os.fork()
     if pid:
+        os.close(done_write)
+        os.read(done, 1)
+        os.close(done)
         return pid
     try:
         os.setsid()

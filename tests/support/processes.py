@@ -1,0 +1,48 @@
+"""Processes, as the kernel tells of them: who lives, and who is whose child."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent and so on of a process; empty if there is none."""
+    try:
+        # "pid (name) state ppid ...": the name may hold anything, so from the last bracket on
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs. A zombie does not: it only waits for somebody to ask how it ended."""
+    return stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def descendants(pid: int) -> set[int]:
+    """All living processes below ``pid``."""
+    parents = {int(entry.name): stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    found = {pid}
+    while more := {child for child, fields in parents.items() if fields and int(fields[1]) in found} - found:
+        found |= more
+    return {child for child in found - {pid} if alive(child)}
+
+
+def wait_until_gone(pids: set[int], within_s: float = 5.0) -> set[int]:
+    """Wait until none of them lives; returns those that do after all."""
+    deadline = time.monotonic() + within_s
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def wait_for_lines(path: Path, count: int, within_s: float = 10.0) -> list[str]:
+    """Wait until a file has so many whole lines, and return them."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        text = path.read_text() if path.exists() else ""
+        if text.count("\n") >= count:
+            return text.splitlines()
+        time.sleep(0.01)
+    raise AssertionError(f"{path} has fewer than {count} lines after {within_s} s: {text!r}")
