@@ -22,7 +22,7 @@ from chat_server.commands import Commands
 from chat_server.core.ids import new_id
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
-from chat_server.edge.http import Http, SecurityHeaders, error_response, static_folder
+from chat_server.edge.http import STATIC, Http, SecurityHeaders, error_response
 from chat_server.edge.realtime import Realtime
 from chat_server.edge.socket import socket_protocol
 from chat_server.engine.fleet import Fleet
@@ -64,7 +64,9 @@ async def run_app(
         committer = Committer(store)
         conductor = Conductor(store=store, committer=committer, fleet=fleet, client=client, limits=settings.limits)
         commands = Commands(hub=hub, store=store, committer=committer, conductor=conductor, limits=settings.limits)
-        gate = Gate(settings, Keys(settings.api_keys), fleet, hub)
+        local = not (settings.engines or settings.simulate)
+        loading = await asyncio.to_thread(settings.model_name) if local else None
+        gate = Gate(settings, Keys(settings.api_keys), fleet, hub, loading_model=loading)
         app = _routes(Realtime(settings, gate, hub, commands), Http(settings, gate, hub, fleet, startup))
         server = Server(_uvicorn_config(settings, app))
 
@@ -126,6 +128,8 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
     try:
         try:
             await store.open()
+            if settings.redis_url is None:  # the embedded store, which has one replica at a time
+                await store.forget_replicas()
         except StoreUnavailable as error:
             log.warning("%s Sessions are served when it is there.", error)
         yield store
@@ -142,7 +146,7 @@ def _routes(realtime: Realtime, http: Http) -> Starlette:
             Route("/healthz", http.healthz),
             Route("/readyz", http.readyz),
             Route("/", http.page),
-            Mount("/static", StaticFiles(directory=static_folder())),
+            Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         ],
         middleware=[Middleware(SecurityHeaders)],
         exception_handlers={HTTPException: _http_error, Exception: _fault},

@@ -115,7 +115,6 @@ class Settings:
     empty_session_ttl_s: int = 3600
     limits: Limits = field(default_factory=Limits)
 
-    @property
     def model_name(self) -> str:
         """The name that local engines serve their model under: a folder's last part, a hub's whole name."""
         folder = Path(self.model).expanduser()

@@ -44,7 +44,10 @@ class Asked:
 class Gate:
     """Lets connections in, or raises ClientError with the status of the refusal."""
 
-    def __init__(self, settings: Settings, keys: auth.Keys, fleet: Fleet, hub: Hub) -> None:
+    def __init__(
+        self, settings: Settings, keys: auth.Keys, fleet: Fleet, hub: Hub, *, loading_model: str | None = None
+    ) -> None:
+        self._loading_model = loading_model
         self._settings = settings
         self._keys = keys
         self._fleet = fleet
@@ -141,9 +144,8 @@ class Gate:
         return wanted
 
     def models(self) -> list[str]:
-        """The served models, the default first; local engines' while they load."""
-        settings = self._settings
-        return self._fleet.models() or ([] if settings.engines or settings.simulate else [settings.model_name])
+        """The served models, the default first; while no engine has told yet, the one that local engines load."""
+        return self._fleet.models() or ([self._loading_model] if self._loading_model else [])
 
 
 def _history(query: QueryParams) -> int | None:

@@ -24,12 +24,9 @@ _PAGE_POLICY = (
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-
-def static_folder() -> Path:
-    """Where the page's files are: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent.parent
-    installed = package / "static"
-    return installed if installed.is_dir() else package.parent / "static"
+_PACKAGE = Path(__file__).parent.parent
+#: The page's files: inside the package when installed, beside it in a checkout.
+STATIC = _PACKAGE / "static" if (_PACKAGE / "static").is_dir() else _PACKAGE.parent / "static"
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -60,10 +57,9 @@ class Http:
         self._hub = hub
         self._fleet = fleet
         self._startup = startup
-        self._static = static_folder()
 
     async def page(self, _: Request) -> Response:
-        return FileResponse(self._static / "index.html", headers={"Content-Security-Policy": _PAGE_POLICY})
+        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def healthz(self, _: Request) -> Response:
         """The process runs."""

@@ -20,6 +20,17 @@ log = logging.getLogger(__name__)
 #: seconds that a peer has to answer a close.
 _CLOSE_S = 5.0
 
+
+class _Quiet(logging.Filter):
+    """Leaves out uvicorn's lines per connection, which hold the query, and its complaint about a refused handshake."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING and "without completing handshake" not in record.getMessage()
+
+
+_quiet = logging.getLogger(f"{__name__}.uvicorn")
+_quiet.addFilter(_Quiet())
+
 SCOPE_KEY = "chat_server.socket"
 
 
@@ -30,6 +41,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = self.conn.logger = _quiet
         #: called when the socket takes bytes again, and when it is lost.
         self.on_writable: Callable[[], None] | None = None
         self.bytes_written = 0

@@ -315,6 +315,15 @@ class Store:
             await self._redis.delete(keys.replica(self.replica_id))
             await self._redis.zrem(keys.REPLICAS, self.replica_id)
 
+    async def forget_replicas(self) -> None:
+        """Every other replica is gone for sure, lease or not: the store is ours alone."""
+        async with _translated():
+            members: list[Any] = await self._redis.zrange(keys.REPLICAS, 0, -1)
+            gone = [member.decode() for member in members]
+            if gone:
+                await self._redis.delete(*map(keys.replica, gone))
+                await self._redis.zrem(keys.REPLICAS, *gone)
+
     async def is_alive(self, replica_id: str) -> bool:
         """Whether a replica's lease holds."""
         async with _translated():
