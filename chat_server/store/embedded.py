@@ -93,6 +93,7 @@ class EmbeddedValkey:
             logger.error("The embedded Valkey ended with status %s: %s", status, " / ".join(lines) or "it said nothing")
             if len(crashes) > MAX_CRASHES:
                 raise StartError(f"The embedded Valkey ended {len(crashes)} times. Its log: {self.log}")
+            await asyncio.sleep(len(crashes) - 1)  # at once after a single one
             try:
                 await self._launch()
             except StartError as error:
