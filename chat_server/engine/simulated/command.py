@@ -57,7 +57,8 @@ def simulate_engine(host: str, port: int, **values: Any) -> None:
         sys.exit(1)
     except OSError as error:
         # asyncio puts a long text of its own into strerror; below 0 are the numbers of name look-ups.
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else str(error)
         raise click.ClickException(f"Cannot listen on {host}:{port}: {reason}.") from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass  # told to stop

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 import uuid
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,9 @@ class _Handlers:
         plan = self.engine.plan(body)
         answer = _Answer(self, request, body, plan)
         with self.engine.admit(plan) as run:
-            return await (answer.stream(run) if body.get("stream") else answer.whole(run))
+            if body.get("stream"):
+                return await answer.stream(run)
+            return await answer.whole(run)
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         options = self.engine.options
@@ -191,22 +193,26 @@ class _Answer:
         """Write the answer as it comes. Cancelled when the client leaves."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(self._request)
+        with suppress(ConnectionResetError):  # written a moment after the client left, before we are cancelled
+            await self._write(response, run)
+        return response
+
+    async def _write(self, response: web.StreamResponse, run: Run) -> None:
         field = self._engine.options.reasoning_field
         await response.write(self._before + b'role":"assistant","content":""' + self._after)
         if await self._failed(response, run):
-            return response
+            return
         async with aclosing(self._engine.write(self._plan, run)) as pieces:
             async for kind, piece in pieces:
                 name = field if kind == "reasoning" else kind
                 delta = name.encode() + b'":' + orjson.dumps("".join(piece))
                 await response.write(self._before + delta + self._after)
                 if await self._failed(response, run):
-                    return response
+                    return
         if await self._failed(response, run, at_end=True):
-            return response
+            return
         await response.write(self._end(run))
         await response.write_eof()
-        return response
 
     async def whole(self, run: Run) -> web.StreamResponse:
         plan = self._plan
