@@ -10,32 +10,10 @@ import pytest
 
 from chat_server.engine.simulated import answer_for, simulated_server
 from tests.support import ws
+from tests.support.processes import descendants, wait_until_gone
 from tests.support.server import QUICK, ServerProcess, server_process
 
 pytestmark = pytest.mark.server
-
-
-def descendants(pid: int) -> set[int]:
-    """The processes below ``pid``, from /proc."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # "pid (name) state ppid ...": the name may hold anything, so from the last bracket on
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue  # it just ended
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-async def gone(pids: set[int], within_s: float) -> bool:
-    async with asyncio.timeout(within_s):
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            await asyncio.sleep(0.05)
-    return True
 
 
 async def kill(server: ServerProcess) -> None:
@@ -43,7 +21,7 @@ async def kill(server: ServerProcess) -> None:
     children = descendants(server.process.pid)
     assert children, "the embedded store is a process of its own"
     assert await server.end(signal.SIGKILL) == -signal.SIGKILL
-    assert await gone(children, within_s=20)
+    assert await asyncio.to_thread(wait_until_gone, children, within_s=20) == set()
 
 
 async def test_a_killed_server_keeps_every_conversation(tmp_path: Path) -> None:
@@ -85,6 +63,7 @@ async def test_an_answer_under_way_is_there_as_far_as_it_was_told(tmp_path: Path
         async with server_process(tmp_path, "--engine", engine.url) as server:
             await server.ready()
             async with ws.connect(server.ws_url, session_id=session_id) as client:
+                assert client.events[0]["active_response"] is None
                 await client.turn("And now?")
                 await client.send("conversation.item.retrieve", item_id=delta["item_id"])
                 item = (await client.until("conversation.item.retrieved"))["item"]

@@ -100,7 +100,7 @@ REQUIRED_FIELDS: dict[str, set[str]] = {
     "response.output_text.delta": {"offset", "epoch"},
     "response.done": {
         *("response.id", "response.object", "response.status", "response.status_details", "response.output"),
-        *("response.usage", "response.metadata", "response.timing", "response.engine"),
+        *("response.usage", "response.metadata"),
     },
     "error": {"error.code", "error.event_id", "error.param", "error.retryable"},
 }
@@ -118,7 +118,10 @@ def check(event: dict[str, Any], *, extensions: bool) -> None:
     model = STANDARD[kind].model_validate(event, strict=True)
     extra = set(_extra_fields(model)) - EXTRA_FIELDS.get(kind, set())
     assert not extra, f"{kind} has fields that no page describes: {sorted(extra)}"
-    missing = {path for path in REQUIRED_FIELDS.get(kind, ()) if not _has(event, path)}
+    required = REQUIRED_FIELDS.get(kind, set())
+    if kind == "response.done" and event["response"]["status"] == "completed":
+        required = required | {"response.timing", "response.engine", "response.usage.input_token_details.cached_tokens"}
+    missing = {path for path in required if not _has(event, path)}
     assert not missing, f"{kind} lacks {sorted(missing)}: {event}"
 
 
