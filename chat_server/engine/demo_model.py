@@ -82,7 +82,7 @@ def check_converter() -> None:
     if missing:
         raise StartError(
             f"To prepare the demo model these packages are missing: {', '.join(missing)}. "
-            f"Run `make install-engine` in the project's folder, or `{sys.executable} -m pip install {' '.join(missing)}`; "
+            f"Run `make install-engine` in the project's folder, or `pip install {' '.join(missing)}`; "
             "or name a model of your own with --model."
         )
     if importlib.util.find_spec("pip") is None:

