@@ -25,6 +25,7 @@ from chat_server.core.client_events import (
     Ping,
     ResponseCancel,
     ResponseCreate,
+    SessionPatch,
     SessionUpdate,
 )
 from chat_server.core.codec import BadEvent, decode
@@ -67,19 +68,22 @@ class Realtime:
 
     async def serve(self, websocket: WebSocket) -> None:
         """The WebSocket endpoint."""
-        subprotocols: list[str] = websocket.scope["subprotocols"]
         try:
-            asked = self._gate.check(websocket, subprotocols)
-            live = await self._gate.open(asked)
+            asked = self._gate.check(websocket, websocket.scope["subprotocols"])
         except ClientError as error:
             await websocket.send_denial_response(error_response(error))
             return
-        self._gate.enter(asked.principal)
+        self._gate.enter(asked.principal)  # no await since it was checked that there is room
         try:
-            await self._serve(websocket, asked, live)
+            live = await self._gate.open(asked)
+            try:
+                await self._serve(websocket, asked, live)
+            finally:
+                await self._hub.close_if_idle(live)
+        except ClientError as error:
+            await websocket.send_denial_response(error_response(error))
         finally:
             self._gate.exit(asked.principal)
-            await self._hub.close_if_idle(live)
 
     async def _serve(self, websocket: WebSocket, asked: Asked, live: LiveSession) -> None:
         await websocket.accept(subprotocol=asked.subprotocol)
@@ -145,9 +149,7 @@ class Realtime:
                 if connection.outbox.extensions:
                     connection.outbox.push(Pong(t=event.t, now_ms=now_ms()))
             case SessionUpdate():
-                if event.session.flush is not UNSET:
-                    check_flush(event.session.flush, "session.flush")
-                await commands.update(live, patch=event.session)
+                await self._update(live, connection, event.session)
             case ItemCreate():
                 await commands.add_item(live, connection, event)
             case ItemRetrieve():
@@ -160,6 +162,18 @@ class Realtime:
                 await commands.cancel(live, connection, event.response_id, event.seen)
             case _:
                 assert_never(event)
+
+    async def _update(self, live: LiveSession, connection: Connection, patch: SessionPatch) -> None:
+        """``flush`` is the connection's, the rest the session's; an error changes neither."""
+        before = connection.flush
+        if patch.flush is not UNSET:
+            check_flush(patch.flush, "session.flush")
+            connection.flush = patch.flush
+        try:
+            await self._commands.update(live, patch=patch)
+        except BaseException:
+            connection.flush = before
+            raise
 
     @staticmethod
     def _is_repeated_audio(connection: Connection, error: ClientError) -> bool:
