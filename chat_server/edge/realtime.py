@@ -12,7 +12,7 @@ import time
 from typing import assert_never
 
 from msgspec import UNSET
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from chat_server.commands import Commands
 from chat_server.core import close_codes
@@ -82,6 +82,8 @@ class Realtime:
                 await self._hub.close_if_idle(live)
         except ClientError as error:
             await websocket.send_denial_response(error_response(error))
+        except WebSocketDisconnect:
+            pass  # it left while we looked
         finally:
             self._gate.exit(asked.principal)
 
