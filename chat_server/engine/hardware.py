@@ -47,8 +47,9 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Lines such as ``0, NVIDIA L4, 23034, 22500``; what a virtual GPU does not tell ("[N/A]") counts as 0."""
     found = []
     for line in text.splitlines():
-        index, *name, total, free = (part.strip() for part in line.split(","))
-        if index.isdigit():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 4 and parts[0].isdigit():
+            index, *name, total, free = parts
             total_mb, free_mb = (int(part) if part.isdigit() else 0 for part in (total, free))
             found.append(Gpu(int(index), ", ".join(name), total_mb, free_mb))
     return tuple(found)
