@@ -34,6 +34,7 @@ const composer = new Composer({ send: say, stop: () => client.stop() });
 const notices = new Notices({ connect: () => client.connect(), newChat });
 const readiness = new Readiness(new URL('readyz', document.baseURI), (ready) => {
   notices.setReady(ready);
+  if (ready.ready && client.link.phase === 'waiting') client.wake(); // what it waited for may be there
   byId('simulated').hidden = !ready.simulated;
   showStatus();
 });
@@ -103,7 +104,7 @@ function showSession() {
 function remember() {
   const { items, session } = client.conversation;
   const first = items.find((item) => item.role === 'user');
-  document.title = first ? `${first.text.replace(/\s+/g, ' ').slice(0, 60)} · Chat` : 'Chat';
+  document.title = first ? `${first.text.slice(0, 60).replace(/\s+/g, ' ')} · Chat` : 'Chat';
   if (session && items.some((item) => !item.pending)) store(LAST_SESSION, session.id);
 }
 

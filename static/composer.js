@@ -1,5 +1,8 @@
 /** The message field: grows with its text, Enter sends, Escape stops. */
 
+/** A text of so many characters fills the field, which has its greatest height in the style sheet. */
+const LONG = 4000;
+
 export class Composer {
   #form = /** @type {HTMLFormElement} */ (document.getElementById('composer'));
   #input = /** @type {HTMLTextAreaElement} */ (document.getElementById('input'));
@@ -74,7 +77,9 @@ export class Composer {
 
   #changed() {
     this.#send.disabled = !this.#input.value.trim();
-    this.#input.style.height = 'auto';
-    this.#input.style.height = `${this.#input.scrollHeight}px`;
+    // Measuring lays the whole text out twice: one that is long for sure takes all the room there is.
+    const isLong = this.#input.value.length > LONG;
+    this.#input.style.height = isLong ? '100dvh' : 'auto';
+    if (!isLong) this.#input.style.height = `${this.#input.scrollHeight}px`;
   }
 }

@@ -9,13 +9,14 @@
 import { Lexer, Marked } from './vendor/marked-18.2.1.js';
 import DOMPurify from './vendor/dompurify-3.5.0.js';
 
-const HARMLESS_HTML = /^<(?:br|\/?(?:b|i|u|em|strong|sub|sup|kbd|mark|small))\s*\/?>$/i;
+/** Tables have no other way to break a line. */
+const LINE_BREAK = /^<br\s*\/?>$/i;
 
 /** Attributes that a style sheet or a reader needs; `align` is how Markdown tables say it. */
 const POLICY = {
   ALLOWED_TAGS: (
-    'a b blockquote br code del em h3 h4 h5 h6 hr i kbd li mark ol p pre s small strong sub sup ' +
-    'table tbody td th thead tr u ul'
+    'a blockquote br code del em h3 h4 h5 h6 hr li ol p pre strong ' +
+    'table tbody td th thead tr ul'
   ).split(' '),
   ALLOWED_ATTR: ['align', 'class', 'href', 'start'],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
@@ -34,7 +35,7 @@ const marked = new Marked({
   renderer: {
     html(token) {
       const raw = token.raw.trim();
-      if (HARMLESS_HTML.test(raw)) return raw;
+      if (LINE_BREAK.test(raw)) return raw;
       return token.block ? `<pre class="raw">${escapeHtml(raw)}</pre>` : escapeHtml(token.raw);
     },
     image({ href, text }) {

@@ -1,6 +1,6 @@
 /** What the person has to know or do beside the conversation: engines loading, a lost connection, a key to enter. */
 
-import { durationText, troubleText } from './status.js';
+import { durationText, readyText, troubleText } from './status.js';
 import { isToken } from './realtime.js';
 import { make } from './view.js';
 
@@ -68,11 +68,9 @@ export class Notices {
   /** @param {import('./readiness.js').Ready} ready */
   setReady(ready) {
     this.#engines.hidden = ready.ready;
+    this.#showTrouble();
     if (ready.ready) return;
-    const waiting = ready.engines.filter((engine) => engine.state !== 'healthy').length;
-    const title = ready.store === 'down'
-      ? 'The store of the conversations is not reachable yet.'
-      : `${waiting === 1 ? 'An engine is' : 'The engines are'} getting ready. You can write already: the answer comes when one is.`;
+    const title = readyText(ready);
     // Only a change is written: the line is read out loud each time.
     if (this.#enginesTitle.textContent !== title) this.#enginesTitle.textContent = title;
     this.#enginesList.replaceChildren(...ready.engines.map((engine) => this.#engineLine(engine)));
@@ -91,7 +89,10 @@ export class Notices {
   }
 
   #showTrouble() {
-    const text = this.#fault || (this.#link.status === 401 ? '' : troubleText(this.#link));
+    const { status, code } = this.#link;
+    // The key's form and the list of engines say it better.
+    const told = status === 401 || (code === 'engines_unavailable' && !this.#engines.hidden);
+    const text = this.#fault || (told ? '' : troubleText(this.#link));
     this.#trouble.hidden = !text;
     if (this.#troubleText.textContent !== text) this.#troubleText.textContent = text;
     this.#close.hidden = !this.#fault;

@@ -83,6 +83,15 @@ export function outcomeText(outcome) {
   return outcome.message || 'The answer failed before it began.';
 }
 
+/** Why the server can not answer yet. @param {import('./readiness.js').Ready} ready */
+export function readyText({ store, engines }) {
+  if (store === 'down') return 'The store of the conversations is away. The server waits for it.';
+  const loading = engines.some((engine) => engine.state === 'starting');
+  const who = engines.length === 1 ? 'The engine is' : 'The engines are';
+  const what = loading ? `${who} getting ready.` : 'No engine answers at the moment.';
+  return `${what} You can write already: the answer comes as soon as one is there.`;
+}
+
 /** The connection's trouble in words, or '' if there is none to tell. */
 export function troubleText(link) {
   if (link.phase === 'closed') return 'The server closed the connection.';

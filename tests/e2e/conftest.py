@@ -1,0 +1,17 @@
+"""One Chromium for all tests of a module: it takes longer to start than most of them take."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from playwright.async_api import Browser, expect
+
+from tests.e2e.page import PATIENCE_MS, chromium
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
+    async with chromium() as running:
+        yield running

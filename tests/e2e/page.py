@@ -1,0 +1,121 @@
+"""The chat page in the system's Chromium, as tests drive it.
+
+The page may not complain: an error on its console, a blocked load or a request to another host fails the test that
+caused it. What a test expects to see there it names beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request, async_playwright, expect
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+INSTALL = "apt-get update && apt-get install -y --no-install-recommends chromium fonts-noto-color-emoji fonts-noto-cjk"
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+#: Milliseconds in which a page must show what is expected; it takes a fraction of it on an idle machine.
+PATIENCE_MS = 10_000
+
+#: What Chromium writes by itself when a server refuses or is gone. Tests of just that expect it.
+NETWORK = r"Failed to load resource|WebSocket connection to .* failed"
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    """The system's Chromium. Fails with the command that installs it if it is missing."""
+    program = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+    if program is None:
+        raise AssertionError(f"These tests need Chromium. Install it, as root: {INSTALL}")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+class ChatPage:
+    """One tab. ``requests`` are all addresses that it asked for."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.requests: list[str] = []
+        #: what the page may complain of from now on, as a regular expression
+        self.expected: str | None = None
+        self._complaints: list[str] = []
+        page.on("console", self._heard)
+        page.on("pageerror", lambda error: self._complaints.append(f"uncaught: {error}"))
+        page.on("request", self._asked)
+        self.field = page.get_by_label("Message", exact=True)
+        self.send = page.get_by_role("button", name="Send")
+        self.stop = page.get_by_role("button", name="Stop the answer")
+        self.new_chat = page.get_by_role("button", name="New chat").first
+        self.status = page.locator("#status-text")
+        self.trouble = page.locator("#trouble")
+        self.asked = page.locator(".message.user")
+        self.answers = page.locator(".message.assistant")
+        self.live = page.locator(".message.assistant.live")
+        self.facts = page.locator(".message.assistant .facts")
+
+    async def open(self, fragment: str = "") -> None:
+        """Load the page and wait until it is connected."""
+        await self.page.goto(self.url + "/" + fragment)
+        await expect(self.page.locator("#model")).to_be_visible()
+
+    async def say(self, text: str) -> None:
+        await self.field.fill(text)
+        await self.field.press("Enter")
+
+    async def ask(self, text: str) -> Locator:
+        """Say something and wait for the whole answer."""
+        before = await self.facts.count()
+        await self.say(text)
+        await expect(self.facts).to_have_count(before + 1, timeout=PATIENCE_MS)
+        return self.answers.last
+
+    async def writing(self) -> str:
+        """Wait until an answer is being written and has some text; that text."""
+        await expect(self.live.locator(".md")).to_contain_text("simulated", timeout=PATIENCE_MS)
+        return await self.live.locator(".md").inner_text()
+
+    def quiet(self) -> None:
+        """Fail if the page complained of anything but what was expected, or asked another host for anything."""
+        assert self._complaints == []
+        home = urlsplit(self.url).netloc
+        assert [url for url in self.requests if urlsplit(url).netloc != home] == []
+
+    def _heard(self, message: ConsoleMessage) -> None:
+        expected = self.expected is not None and re.search(self.expected, message.text)
+        if message.type in ("error", "warning") and not expected:
+            self._complaints.append(message.text)
+
+    def _asked(self, request: Request) -> None:
+        if not request.url.startswith("data:"):
+            self.requests.append(request.url)
+
+
+@asynccontextmanager
+async def visit(browser: Browser, url: str, **context: Any) -> AsyncIterator[ChatPage]:
+    """A fresh browser profile on the page at ``url``; at the end the page must not have complained."""
+    profile = await browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
+    try:
+        chat = ChatPage(await profile.new_page(), url)
+        yield chat
+        chat.quiet()
+    finally:
+        await profile.close()
