@@ -7,15 +7,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from chat_server.app import run_app
 
+from chat_server.app import run_app
 from chat_server.engine.simulated import SimulatedOptions, SimulatedServer, simulated_server
 from chat_server.settings import EngineAddress, Settings
 from chat_server.store.embedded import EmbeddedValkey
@@ -29,11 +29,9 @@ READY_S = 10.0
 
 
 class RunningServer:
-    """Our server in this process. ``engines`` are there to give them faults and to see what reached them."""
+    """Our server in this process. ``engines`` are the simulated ones, to give them faults and see what reached them."""
 
-    model = QUICK.model
-
-    def __init__(self, settings: Settings, redis_url: str, engines: list[SimulatedServer]) -> None:
+    def __init__(self, settings: Settings, redis_url: str, engines: Sequence[SimulatedServer] = ()) -> None:
         self.settings = settings
         self.redis_url = redis_url
         self.engines = engines
@@ -43,6 +41,10 @@ class RunningServer:
     @property
     def ws_url(self) -> str:
         return self.url.replace("http", "ws", 1) + "/v1/realtime"
+
+    @property
+    def model(self) -> str:
+        return self.engines[0].engine.options.model
 
     def connect(self, **query: Any) -> AbstractAsyncContextManager[ws.WsClient]:
         """A WebSocket client on ``/v1/realtime`` with this query; arguments as for ``ws.connect``."""
@@ -94,11 +96,20 @@ async def running_server(
     ``settings`` replace fields of ``Settings``.
     """
     async with AsyncExitStack() as stack:
+        simulators = [await stack.enter_async_context(simulated_server(simulated)) for _ in range(engines)]
+        addresses = tuple(EngineAddress(engine.url, f"engine-{n}") for n, engine in enumerate(simulators, 1))
+        yield await stack.enter_async_context(server_for(folder, addresses, simulators, **settings))
+
+
+@asynccontextmanager
+async def server_for(
+    folder: Path, addresses: tuple[EngineAddress, ...], simulators: Sequence[SimulatedServer] = (), **settings: Any
+) -> AsyncIterator[RunningServer]:
+    """The same for engines that run already, of whatever kind."""
+    async with AsyncExitStack() as stack:
         valkey = EmbeddedValkey(folder)
         stack.push_async_callback(valkey.stop)
         redis_url = await valkey.start()
-        simulators = [await stack.enter_async_context(simulated_server(simulated)) for _ in range(engines)]
-        addresses = tuple(EngineAddress(engine.url, f"engine-{n}") for n, engine in enumerate(simulators, 1))
         server = RunningServer(Settings(port=0, engines=addresses, data_dir=folder, **settings), redis_url, simulators)
         stack.push_async_callback(server.stop)
         await server.start()
