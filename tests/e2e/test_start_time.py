@@ -22,7 +22,7 @@ async def test_serve_with_two_engines_is_ready_soon(tmp_path: Path) -> None:
         started = time.monotonic()
         async with server_process(tmp_path, "--engine", one.url, "--engine", two.url) as server:
             report = await server.ready(timeout_s=10)
-            print(f"ready after {time.monotonic() - started:.2f} s")  # noqa: T201 (for a person who measures)
+            print(f"ready after {time.monotonic() - started:.2f} s")
     assert report["store"] == "up"
     assert [engine["state"] for engine in report["engines"]] == ["healthy", "healthy"]
     assert report["simulated"] is False

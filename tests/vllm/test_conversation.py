@@ -1,4 +1,4 @@
-"""The main job on the real thing: two vLLM engines, and conversations that stay with the engine that has their prefix."""
+"""The main job on the real thing: two vLLM engines, and conversations that stay where their prefix is."""
 
 from __future__ import annotations
 
