@@ -90,7 +90,8 @@ class Child:
 
     async def wait(self) -> int:
         """Wait for the end of the whole tree. Returns the exit status, 128 + N after signal N."""
-        return await self._process.wait()
+        status = await self._process.wait()
+        return status if status >= 0 else 128 - status  # the latter: somebody killed the tether
 
     async def stop(self) -> int:
         """Stop the tree and wait for its end: SIGTERM, and SIGKILL after the grace time. Returns the exit status."""
@@ -99,10 +100,10 @@ class Child:
             self._lifeline = None
         try:
             async with asyncio.timeout(self._grace_s + HANG_S):
-                return await self._process.wait()
+                return await self.wait()
         except TimeoutError:  # the tether itself hangs; the kernel takes the child with it
             self._process.kill()
-            return await self._process.wait()
+            return await self.wait()
 
     async def last_lines(self, count: int) -> list[str]:
         """The end of the output so far: at most ``count`` lines, blank ones left out."""

@@ -134,7 +134,7 @@ async def test_a_hanging_tether_does_not_hold_up_the_stop(tmp_path: Path, monkey
     await until_written(child.log)
     tree = descendants(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    assert await child.stop() == -signal.SIGKILL
+    assert await child.stop() == 128 + signal.SIGKILL
     assert await asyncio.to_thread(wait_until_gone, tree) == set()
 
 

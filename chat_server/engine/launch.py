@@ -20,7 +20,7 @@ import aiohttp
 
 from chat_server.children import Child
 from chat_server.engine import hardware
-from chat_server.engine.demo_model import demo_model_ready, ensure_demo_model
+from chat_server.engine.demo_model import ensure_demo_model
 from chat_server.engine.launch_errors import explain
 from chat_server.engine.ports import free_ports
 from chat_server.errors import StartError
@@ -159,8 +159,11 @@ class LocalEngines:
                 for engine in self._engines:
                     group.create_task(self._keep(engine, http))
                 await asyncio.Event().wait()
-        except* StartError as failures:
-            raise failures.exceptions[0] from None
+        except ExceptionGroup as failures:
+            found = failures.subgroup(StartError)
+            if found is None:
+                raise
+            raise found.exceptions[0] from None
 
     async def _plan(self) -> None:
         """Decide how each engine is started; the model is made ready for that."""
@@ -170,6 +173,8 @@ class LocalEngines:
                 engine.env = environment()
             return
         build = await asyncio.to_thread(require_vllm)
+        if build.cpu:  # so that nobody waits for a download only to hear this
+            await asyncio.to_thread(check_memory, Model("", self._settings.model, local=True), len(self._engines))
         model = await self._model()
         gpus = () if build.cpu else await asyncio.to_thread(hardware.gpus)
         places = share_gpus(len(self._engines), gpus) if gpus else share_cores(len(self._engines), hardware.cores())
@@ -185,10 +190,6 @@ class LocalEngines:
         settings = self._settings
         if settings.model != DEMO_MODEL:
             return await asyncio.to_thread(find_model, settings.model)
-        if not demo_model_ready(settings.cache_dir):
-            # so that nobody waits for a download only to hear this
-            await asyncio.to_thread(check_memory, Model(DEMO_MODEL, DEMO_MODEL, local=True), len(self._engines))
-
         self._model_stage = stage = Stage(DEMO_MODEL, "looking for it")
         try:
             path = await ensure_demo_model(settings.cache_dir, self._log_dir, stage.now)

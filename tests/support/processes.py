@@ -20,13 +20,21 @@ def alive(pid: int) -> bool:
     return stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
+def children(pid: int) -> set[int]:
+    """The living processes that it started, or that were given to it."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {child for child in pids if stat(child)[1:2] == [str(pid)] and alive(child)}
+
+
 def descendants(pid: int) -> set[int]:
-    """All living processes below ``pid``."""
-    parents = {int(entry.name): stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    found = {pid}
-    while more := {child for child, fields in parents.items() if fields and int(fields[1]) in found} - found:
+    """All living processes below it."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        more = children(todo.pop()) - found
         found |= more
-    return {child for child in found - {pid} if alive(child)}
+        todo += more
+    return found
 
 
 def wait_until_gone(pids: set[int], within_s: float = 5.0) -> set[int]:
