@@ -59,8 +59,8 @@ class Hub:
 
     # --- opening and closing
 
-    async def create(self, principal: Principal, model: str) -> LiveSession:
-        """A new session. Raises ClientError 429 if the principal has too many."""
+    async def check_room(self, principal: Principal) -> None:
+        """Raises ClientError 429 if the principal has as many sessions as one may have."""
         count = await self._store.session_count(principal, now_ms())
         if count >= self._settings.limits.max_sessions_per_user:
             raise ClientError(
@@ -70,6 +70,10 @@ class Hub:
                 status=429,
                 retry_after_ms=60_000,
             )
+
+    async def create(self, principal: Principal, model: str) -> LiveSession:
+        """A new session. Raises ClientError 429 if the principal has too many."""
+        await self.check_room(principal)
         session_id = new_id("sess")
         await self._store.create_session(session_id, principal, model, SessionSettings())
         return await self.open(principal, session_id)

@@ -7,6 +7,8 @@ and answers the same refusal, or 426 if it would have been let in.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.datastructures import QueryParams
@@ -18,7 +20,7 @@ from chat_server.core.principal import Principal
 from chat_server.core.session import check_flush
 from chat_server.edge import auth
 from chat_server.engine.fleet import Fleet
-from chat_server.errors import ClientError, StoreError
+from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.hub import Hub
 from chat_server.live import LiveSession
 from chat_server.settings import Settings
@@ -93,19 +95,18 @@ class Gate:
 
     async def open(self, asked: Asked) -> LiveSession:
         """The session that a handshake asks for. Raises ClientError; the caller must close it at the end."""
-        if not self._hub.ready:
-            raise _unavailable("store_unavailable", "The store is away. Try again in a moment.")
-        try:
+        with self._store_needed():
             if asked.session_id is None:
                 return await self._hub.create(asked.principal, asked.model)
             return await self._hub.open(asked.principal, asked.session_id)
-        except StoreError:
-            raise _unavailable("store_unavailable", "The store is away. Try again in a moment.") from None
 
     async def probe(self, asked: Asked) -> None:
         """As ``open``, but leaves nothing behind. Raises ClientError, 426 if the handshake would have been let in."""
-        if asked.session_id is not None or not self._hub.ready:
-            await self._hub.close_if_idle(await self.open(asked))
+        with self._store_needed():
+            if asked.session_id is None:
+                await self._hub.check_room(asked.principal)
+            else:
+                await self._hub.close_if_idle(await self._hub.open(asked.principal, asked.session_id))
         raise ClientError("upgrade_required", "Connect with a WebSocket.", status=426)
 
     def enter(self, principal: Principal) -> None:
@@ -117,6 +118,15 @@ class Gate:
         self._open[principal] -= 1
         if not self._open[principal]:
             del self._open[principal]
+
+    @contextmanager
+    def _store_needed(self) -> Iterator[None]:
+        try:
+            if not self._hub.ready:
+                raise StoreUnavailable("The store is away.")
+            yield
+        except StoreError:
+            raise _unavailable("store_unavailable", "The store is away. Try again in a moment.") from None
 
     def _check_room(self, principal: Principal) -> None:
         limits = self._settings.limits
