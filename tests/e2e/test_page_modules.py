@@ -1,0 +1,276 @@
+"""The page's JavaScript modules by themselves, in Chromium: offsets, history, refusals, Markdown that grows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, Page, Route
+
+from chat_server.engine.simulated import answer_for
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+STATIC = Path(__file__).parents[2] / "static"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    """An empty page that finds our modules under ``/static/``; there is no server."""
+    page = await browser.new_page()
+
+    async def serve(route: Route) -> None:
+        name = route.request.url.partition("/static/")[2]
+        if name:
+            await route.fulfill(body=(STATIC / name).read_text(), content_type="text/javascript")
+        else:
+            await route.fulfill(body="<!doctype html>", content_type="text/html")
+
+    await page.route("**/*", serve)
+    await page.goto("http://page.invalid/")
+    yield page
+    await page.close()
+
+
+async def run(page: Page, module: str, code: str, argument: object = None) -> Any:
+    """What the function body ``code`` returns; it has the module as ``m`` and the argument as ``x``."""
+    return await page.evaluate(f"async (x) => {{ const m = await import('/static/{module}'); {code} }}", argument)
+
+
+async def test_offsets_count_code_points(page: Page) -> None:
+    """Random deltas, repeated and cut at random places of a text full of emoji, give what Python's slices give."""
+    seed = random.randrange(2**32)
+    choose = random.Random(seed)
+    text, deltas = "", []
+    for _ in range(300):
+        offset = choose.randint(max(0, len(text) - 6), len(text))
+        delta = "".join(choose.choices("ab 👩🏽‍💻é数🇨🇭", k=choose.randint(0, 5)))
+        text = text[:offset] + delta
+        deltas.append((offset, delta))
+    code = """
+      const item = { text: '', points: 0 };
+      const applied = x.every(([offset, delta]) => m.applyDelta(item, offset, delta));
+      return [applied, item.text, item.points, m.countPoints(item.text)];
+    """
+    seen = await run(page, "conversation.js", code, deltas)
+    assert seen == [True, text, len(text), len(text)], f"seed {seed}"
+
+
+async def test_a_gap_changes_nothing_and_is_told(page: Page) -> None:
+    """Text that does not join up is not shown: the caller has to connect anew."""
+    code = """
+      const item = { text: '👍', points: 1 };
+      return [m.applyDelta(item, 2, 'x'), item.text, m.applyDelta(item, 1, 'x'), item.text];
+    """
+    assert await run(page, "conversation.js", code) == [False, "👍", True, "👍x"]
+
+
+def message(id: str, text: str, role: str = "user", **fields: Any) -> dict[str, Any]:
+    content = [{"type": "output_text" if role == "assistant" else "input_text", "text": text}] if text else []
+    return {"id": id, "type": "message", "role": role, "status": "completed", "content": content, **fields}
+
+
+def told(item: dict[str, Any], after: str | None) -> list[dict[str, Any]]:
+    kinds = ("conversation.item.added", "conversation.item.done")
+    return [{"type": kind, "item": item, "previous_item_id": after} for kind in kinds]
+
+
+def created(items: int, active: dict[str, Any] | None = None) -> dict[str, Any]:
+    session = {"id": "sess_1", "model": "m"}
+    return {"type": "session.created", "session": session, "item_count": items, "active_response": active}
+
+
+async def conversation(page: Page, events: list[dict[str, Any]]) -> Any:
+    """The items' ids and texts, the running answer's id, and whether there was no gap, after these events."""
+    code = """
+      const conversation = new m.Conversation();
+      const whole = x.map((event) => conversation.apply(event)).every(Boolean);
+      return { items: conversation.items.map((item) => [item.id, item.text]), answer: conversation.answer?.id, whole };
+    """
+    return await run(page, "conversation.js", code, events)
+
+
+async def test_a_second_connection_replaces_what_the_first_told(page: Page) -> None:
+    """After a reconnect nothing is there twice, and what was deleted meanwhile is gone."""
+    first = [created(2), *told(message("a", "one"), None), *told(message("b", "two"), "a")]
+    live = told(message("c", "three"), "b")
+    second = [created(2), *told(message("a", "one"), None), *told(message("c", "three"), "a")]
+    seen = await conversation(page, [*first, *live, *second])
+    assert seen == {"items": [["a", "one"], ["c", "three"]], "answer": None, "whole": True}
+
+
+async def test_a_running_answer_is_replayed_over_what_was_held(page: Page) -> None:
+    """The text so far comes as one delta from 0, then the rest; the page ends with exactly the text."""
+    begun = message("b", "", "assistant", status="in_progress")
+    ids = {"response_id": "r", "item_id": "b"}
+    response = {"id": "r", "status": "in_progress"}
+
+    def start(offset: int, delta: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "response.created", "response": response, "in_reply_to": "a"},
+            {"type": "response.output_item.added", "response_id": "r", "item": begun},
+            {"type": "conversation.item.added", "item": begun, "previous_item_id": "a"},
+            {"type": "response.output_text.delta", **ids, "offset": offset, "delta": delta, "epoch": "e"},
+        ]
+
+    first = [created(1), *told(message("a", "hi"), None), *start(0, "Hel")]
+    active = {"id": "r", "item_id": "b", "state": "streaming", "epoch": "e", "offset": 0}
+    second = [created(1, active), *told(message("a", "hi"), None), *start(0, "Hello 👋")]
+    running = await conversation(page, [*first, *second])
+    assert running == {"items": [["a", "hi"], ["b", "Hello 👋"]], "answer": "r", "whole": True}
+    rest = {"type": "response.output_text.delta", **ids, "offset": 7, "delta": "!", "epoch": "e"}
+    done = {"type": "response.done", "response": {"id": "r", "status": "completed", "output": [message("b", "")]}}
+    ended = await conversation(page, [*first, *second, rest, done])
+    assert ended == {"items": [["a", "hi"], ["b", "Hello 👋!"]], "answer": None, "whole": True}
+
+
+async def test_an_answer_that_ended_while_away_is_not_waited_for(page: Page) -> None:
+    """The next connection says that nothing runs: the page must not show an answer that never ends."""
+    running = [created(0), {"type": "response.created", "response": {"id": "r", "status": "in_progress"}}]
+    assert (await conversation(page, running))["answer"] == "r"
+    assert (await conversation(page, [*running, created(0)]))["answer"] is None
+
+
+async def test_items_stand_in_the_order_of_their_places(page: Page) -> None:
+    """An item goes after the one that it names, wherever that is."""
+    events = [created(0), *told(message("a", "1"), None), *told(message("c", "3"), "a"), *told(message("b", "2"), "a")]
+    assert (await conversation(page, events))["items"] == [["a", "1"], ["b", "2"], ["c", "3"]]
+
+
+async def test_delays_grow_to_a_bound_and_differ(page: Page) -> None:
+    """Clients come back soon at first, then seldom, and not all at the same moment."""
+    code = "return [0, 1, 2, 30].map((n) => [m.backoff(n, () => 0), m.backoff(n, () => 1)]);"
+    assert await run(page, "realtime.js", code) == [[200, 400], [400, 800], [800, 1600], [10_000, 20_000]]
+
+
+async def test_refusals_are_told_apart(page: Page) -> None:
+    """What waiting helps is waited for, the rest is for the person; a proxy that blocks is named after some tries."""
+    code = "return x.map(([status, after, attempt]) => m.readVerdict(status, undefined, after, attempt));"
+    cases = [
+        [401, None, 0],
+        [404, None, 0],
+        [429, "2", 0],
+        [503, None, 0],
+        [502, None, 0],
+        [426, None, 0],
+        [426, None, 5],
+    ]
+    verdicts = await run(page, "realtime.js", code, cases)
+    phases = [verdict["phase"] for verdict in verdicts]
+    assert phases == ["refused", "refused", *["waiting"] * 5]
+    assert verdicts[2]["retryAfterMs"] == 2000
+    assert [verdict["code"] for verdict in verdicts[-2:]] == ["interrupted", "no_upgrade"]
+
+
+async def test_a_key_must_fit_into_a_subprotocol(page: Page) -> None:
+    """Keys that the browser would refuse with an exception are found before."""
+    code = "return x.map(m.isToken);"
+    keys = ["sk-abc_123.~+", "", "two words", "comma,", "schlüssel"]
+    assert await run(page, "realtime.js", code, keys) == [True, False, False, False, False]
+
+
+GROW = """
+  const pieces = [...x];
+  const grown = document.createElement('div');
+  const view = new m.StreamingMarkdown(grown);
+  let text = '', kept = 0;
+  while (pieces.length) {
+    text += pieces.splice(0, 1 + (text.length * 7) % 5).join('');
+    const first = grown.firstChild;
+    view.show(text);
+    if (first && first === grown.firstChild) kept += 1;
+  }
+  view.show(text, true);
+  const whole = document.createElement('div');
+  new m.StreamingMarkdown(whole).show(text, true);
+  return { grown: grown.innerHTML, whole: whole.innerHTML, kept };
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        answer_for([{"role": "user", "content": "Everything, in 600 words"}]),
+        "1. one\n2. two\n\n   more of two\n\n3. three\n\nEnd",
+        "text\n#hashtag\n# heading\ntext\n***bold***\n\n***\n- a\n  - b\n\n  c\n\nd",
+        "See [this] and [that].\n\nMore.\n\n[this]: https://example.com/1\n\n[that]: https://example.com/2\n\nEnd.",
+        "```\nno end\n\n# not a heading\n",
+        "a\r\nb\r\n\r\n| x | y |\r\n|---|---|\r\n| 1 | 2 |\r\n",
+    ],
+    ids=["everything", "list", "look-alikes", "references", "open fence", "carriage returns"],
+)
+async def test_markdown_that_grew_equals_markdown_at_once(page: Page, text: str) -> None:
+    """Shown piece by piece, an answer ends as the same nodes as if it had come whole."""
+    shown = await run(page, "stream.js", GROW, text)
+    assert shown["grown"] == shown["whole"]
+
+
+async def test_finished_blocks_are_left_alone(page: Page) -> None:
+    """Only the last block is rendered again: the first one's node is the same from its end on."""
+    shown = await run(page, "stream.js", GROW, "First *paragraph*.\n\n" + "And then more. " * 100)
+    assert shown["kept"] > 300
+
+
+async def test_a_cut_takes_text_back(page: Page) -> None:
+    """Text that gets shorter or other is shown as it is now."""
+    code = """
+      const root = document.createElement('div');
+      const view = new m.StreamingMarkdown(root);
+      for (const text of x) view.show(text);
+      return root.textContent.trim();
+    """
+    texts = ["One.\n\nTwo.\n\nThree.\n\nFour", "One.\n\nTw", "One.\n\nTwice.\n\nEnd"]
+    assert (await run(page, "stream.js", code, texts)).split() == ["One.", "Twice.", "End"]
+
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg/onload=alert(1)>",
+    "<svg><style><img src=x onerror=alert(1)></style></svg>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=alert(1)>",
+    "<iframe srcdoc='<script>alert(1)</script>'></iframe>",
+    "<a href='javascript:alert(1)'>x</a>",
+    "[x](javascript:alert(1))",
+    "[x](JaVaScRiPt:alert(1))",
+    "[x](data:text/html;base64,PHNjcmlwdD5hbGVydCgxKTwvc2NyaXB0Pg==)",
+    "[x](vbscript:msgbox)",
+    "![x](https://evil.invalid/leak.png?secret)",
+    '![x](" onerror="alert(1))',
+    '[x](https://example.com "\\" onmouseover=\\"alert(1)")',
+    '<https://example.com/" onclick="alert(1)>',
+    "```<img src=x onerror=alert(1)>\n```",
+    '```" onclick="alert(1)\ncode\n```',
+    "| <img src=x onerror=alert(1)> |\n|---|\n| <b onclick=alert(1)>x</b> |",
+    "<form action=https://evil.invalid><input name=password><button>Send</button></form>",
+    "<base href=https://evil.invalid/><link rel=stylesheet href=x.css><meta http-equiv=refresh content=0>",
+    "<p style='position:fixed;inset:0' id=input class=composer>over the page</p>",
+    "&lt;img src=x onerror=alert(1)&gt; &#60;script&#62;alert(1)&#60;/script&#62;",
+]
+
+
+@pytest.mark.parametrize("text", EVIL)
+async def test_markdown_can_do_no_harm(page: Page, text: str) -> None:
+    """No script, no handler, no picture, no form, no style; links lead to http, https and mail only."""
+    code = """
+      const root = document.createElement('div');
+      new m.StreamingMarkdown(root).show(x, true);
+      const all = [...root.querySelectorAll('*')];
+      return {
+        tags: all.map((element) => element.localName),
+        attributes: all.flatMap((element) => element.getAttributeNames()),
+        links: [...root.querySelectorAll('[href]')].map((link) => link.protocol),
+      };
+    """
+    shown = await run(page, "stream.js", code, text)
+    text_tags = {"a", "blockquote", "br", "code", "del", "em", "li", "ol", "p", "pre", "strong", "ul"}
+    table_tags = {"table", "tbody", "td", "th", "thead", "tr"}
+    own_tags = {"button", "div", "span"}  # the bar above code
+    assert set(shown["tags"]) <= text_tags | table_tags | own_tags
+    safe = {"align", "aria-label", "class", "dir", "href", "rel", "tabindex", "target", "type"}
+    assert set(shown["attributes"]) <= safe
+    assert set(shown["links"]) <= {"http:", "https:", "mailto:"}
