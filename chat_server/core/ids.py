@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 
-#: What an id may be made of; the store puts ids into keys and messages without escaping.
-CLIENT_ID = r"^[A-Za-z0-9_.:-]{1,64}$"
+#: What an id may be made of; the store puts ids into keys and messages without escaping. (``$`` would let a last
+#: line end pass.)
+CLIENT_ID = r"^[A-Za-z0-9_.:-]{1,64}\Z"
 _CLIENT_ID = re.compile(CLIENT_ID)
 
 

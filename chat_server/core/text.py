@@ -71,4 +71,5 @@ def safe_length(text: str) -> int:
             start -= 1
         if start == 0 or text[start - 1] != _ZWJ:
             break
-    return start if end - start < _MAX_HELD else end
+    # What stands before the sequence may be white space, and no place to go on from either.
+    return len(text[:start].rstrip()) if end - start < _MAX_HELD else end
