@@ -12,9 +12,21 @@ from chat_server.core.client_events import UNSUPPORTED, AnyClientEvent, ClientEv
 from chat_server.errors import ClientError
 
 _KNOWN = frozenset(event.__struct_config__.tag for event in ClientEvent.__subclasses__())
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-_AT = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+# Names of fields are the client's and may hold anything; the path is ours, and last.
+_AT = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?\Z", re.DOTALL)
+_OTHER_ITEMS = frozenset(
+    {
+        "function_call",
+        "function_call_output",
+        "item_reference",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+    }
+)
 
 
 class BadEvent(ClientError):
@@ -55,8 +67,8 @@ def _check_type(raw: dict[str, Any], event_id: str | None) -> None:
         message = f"`{kind}` is not supported by this server: it speaks text."
         raise BadEvent("unsupported", message, param="type", event_id=event_id)
     if not isinstance(kind, str) or kind not in _KNOWN:
-        shown = kind[:64] if isinstance(kind, str) else "that"
-        message = f"Unknown event type: {shown!r}. Supported: {', '.join(sorted(map(str, _KNOWN)))}."
+        shown = repr(kind[:64]) if isinstance(kind, str) else "it is no string"
+        message = f"Unknown event type: {shown}. Supported: {', '.join(sorted(map(str, _KNOWN)))}."
         raise BadEvent("invalid_value", message, param="type", event_id=event_id)
     if kind == "conversation.item.create":
         _check_item(raw.get("item"), event_id)
@@ -67,7 +79,7 @@ def _check_item(item: object, event_id: str | None) -> None:
     if not isinstance(item, dict):
         return
     kind = item.get("type")
-    if isinstance(kind, str) and kind in ("function_call", "function_call_output", "item_reference"):
+    if isinstance(kind, str) and kind in _OTHER_ITEMS:
         raise BadEvent(
             "unsupported", f"Items of type `{kind}` are not supported yet.", param="item.type", event_id=event_id
         )
@@ -84,13 +96,15 @@ def _explain(error: str) -> tuple[str, str, str | None]:
     match = _AT.match(error)
     assert match is not None  # the pattern matches any text
     what = match["what"]
-    path = (match["path"] or "").lstrip(".").replace("[...]", "")
+    path = (match["path"] or "").lstrip(".").replace("[...]", "")[:128]
     if found := _UNKNOWN_FIELD.match(what):
         param = ".".join(filter(None, (path, found["field"][:64])))
         return "unknown_parameter", f"Unknown parameter: `{param}`.", param
     if found := _MISSING_FIELD.match(what):
         param = ".".join(filter(None, (path, found["field"])))
         return "missing_required_parameter", f"Missing required parameter: `{param}`.", param
+    if what.startswith("Invalid enum value"):  # it would repeat the client's text
+        what = "Not one of the values that are known"
     return "invalid_value", f"Invalid value{f' for `{path}`' if path else ''}: {what}.", path or None
 
 
