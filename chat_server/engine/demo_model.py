@@ -166,14 +166,17 @@ def unpack(folder: Path) -> Path:
 
 async def convert(gguf: Path, target: Path, log: Path, tell: Tell) -> None:
     """Convert in a process of its own, so that torch is never loaded into the server."""
-    command = [sys.executable, "-m", "chat_server.engine.demo_model", str(gguf), str(target)]
     await step(
-        command,
+        convert_command(gguf, target),
         log,
         lambda _line: tell("converting it for vLLM, once", None),
         CONVERT_TIMEOUT_S,
         "The demo model could not be converted. Run `make install-engine` again, or name another model with --model.",
     )
+
+
+def convert_command(gguf: Path, target: Path) -> list[str]:
+    return [sys.executable, "-m", "chat_server.engine.demo_model", str(gguf), str(target)]
 
 
 def put_in_place(made: Path, path: Path) -> None:
