@@ -22,7 +22,7 @@ from chat_server.commands import Commands
 from chat_server.core.ids import new_id
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
-from chat_server.edge.http import STATIC, Http, SecurityHeaders, error_response
+from chat_server.edge.http import STATIC, Http, SecurityHeaders, WithoutPrefix, error_response
 from chat_server.edge.realtime import Realtime
 from chat_server.edge.socket import socket_protocol
 from chat_server.engine.fleet import Fleet
@@ -148,7 +148,7 @@ def _routes(realtime: Realtime, http: Http) -> Starlette:
             Route("/", http.page),
             Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         ],
-        middleware=[Middleware(SecurityHeaders)],
+        middleware=[Middleware(WithoutPrefix), Middleware(SecurityHeaders)],
         exception_handlers={HTTPException: _http_error, Exception: _fault},
     )
 

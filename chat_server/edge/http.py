@@ -134,3 +134,19 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class WithoutPrefix:
+    """ASGI middleware: takes ``--root-path`` off a path that still has it.
+
+    uvicorn expects a proxy that strips the prefix; many do not, and who asks us directly does not either.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "")
+        if root and f"{scope['path']}/".startswith(f"{root}{root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        await self._app(scope, receive, send)
