@@ -69,7 +69,7 @@ async def serve(settings: Settings, console: Console) -> None:
                 parts.append(engines.run())
             if store:
                 parts.append(store.watch())
-            await run_together(parts, stop)
+            await run_together(parts, stop, display.stopping)
         finally:
             if store:
                 await store.stop()
@@ -148,8 +148,10 @@ async def what_is_there(url: str) -> str:
     return ", ".join([f"{len(engines)} {kind}{'' if len(engines) == 1 else 's'}", *models])
 
 
-async def run_together(parts: Sequence[Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
-    """Run all parts until ``stop`` or until one ends; then end them one after the other, in their order.
+async def run_together(
+    parts: Sequence[Coroutine[Any, Any, None]], stop: asyncio.Event, on_end: Callable[[], None]
+) -> None:
+    """Run all parts until ``stop`` or until one ends; call ``on_end`` and end them one after the other, in their order.
 
     Raises what made a part fail; StartError comes out of exception groups.
     """
@@ -158,6 +160,7 @@ async def run_together(parts: Sequence[Coroutine[Any, Any, None]], stop: asyncio
     try:
         await asyncio.wait([*tasks, told], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        on_end()
         told.cancel()
         for task in tasks:
             task.cancel()
@@ -194,7 +197,9 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
         told = True
         loop.call_soon_threadsafe(stop.set)
 
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # what is ignored stays so: nohup means it
+    ours = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, handle) for signum in ours}
     try:
         yield
     finally:
@@ -273,6 +278,11 @@ class Display:
         self._end_live()
         Console(highlight=False).print(line, style="bold", soft_wrap=True)
         sys.stdout.flush()
+
+    def stopping(self) -> None:
+        """The end began."""
+        self._end_live()
+        self._print("Stopping ... (Ctrl-C again: at once)")
 
     def _say(self, stages: Sequence[Stage]) -> None:
         now = time.monotonic()

@@ -56,15 +56,16 @@ async def probe_store(url: Secret) -> StoreFacts:
     try:
         async with asyncio.timeout(DEADLINE_S):
             info = await client.info()
-    except (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError):
-        raise StartError(f"The store at {place} refuses us: look at user and password in --redis.") from None
     except redis.exceptions.BusyLoadingError:
         raise StoreUnavailable(f"The store at {place} is still reading its data.") from None
-    except redis.exceptions.ResponseError as error:
-        raise StartError(f"The store at {place} refuses us: {error}") from None
     except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
-        reason = str(error) or "no answer"
-        raise StoreUnavailable(f"The store at {place} can not be reached: {reason}") from None
+        # redis-py wraps what went wrong while connecting into a ConnectionError
+        cause = error.__cause__ or error
+        if isinstance(cause, redis.exceptions.AuthenticationError | redis.exceptions.ResponseError):
+            raise StartError(
+                f"The store at {place} refuses us; look at user and password in --redis: {cause}"
+            ) from None
+        raise StoreUnavailable(f"The store at {place} can not be reached: {str(error) or 'no answer'}") from None
     finally:
         await client.aclose()
     server = "Valkey" if "valkey_version" in info else "Redis"
