@@ -161,7 +161,9 @@ class Response:
     # --- what the store holds
 
     def on_stored(self, text: str, size: int) -> None:
-        """The store holds ``text`` (``size`` bytes) more."""
+        """The store holds ``text`` (``size`` bytes) more. Raises ValueError after the end."""
+        if self.state is State.ENDED:
+            raise ValueError("a response that has ended takes no more text")
         self._pieces.append(text)
         self._starts.append(self.length)
         self.length += len(text)
@@ -183,7 +185,12 @@ class Response:
         return self.epochs[-1][0]
 
     def end(self, outcome: Outcome) -> None:
-        """It ended, and the store knows: what is left to tell may be told. The text is cut as the outcome says."""
+        """It ended, and the store knows: what is left to tell may be told. The text is cut as the outcome says.
+
+        Raises ValueError if it has ended already; nothing is changed then.
+        """
+        if self.state is State.ENDED:
+            raise ValueError("a response ends once")
         if outcome.text_length < self.length:
             text = self.text(0)[: outcome.text_length]
             self._pieces, self._starts = ([text], [0]) if text else ([], [])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TypedDict
 
+from chat_server.core.items import ResponseObject
 from chat_server.core.response import Response
 from chat_server.core.server_events import (
     ContentPartAdded,
@@ -61,9 +62,8 @@ class View:
         response = self.response
         if self.stage is Stage.CREATED:
             self.stage = Stage.OUTPUT_ITEM
-            created = response.object()
-            created.status = "in_progress"
-            created.output = []
+            # As it was then: it may have ended since.
+            created = ResponseObject(id=response.id, status="in_progress", output=[], metadata=response.begun.metadata)
             return encode(ResponseCreated(response=created, in_reply_to=response.begun.in_reply_to))
         if self.stage is Stage.OUTPUT_ITEM:
             self.stage = Stage.PART_ADDED if self.item_known else Stage.ITEM_ADDED
