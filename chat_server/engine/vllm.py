@@ -98,8 +98,6 @@ class Probe:
     running: int
     waiting: int
     counted: float
-    #: share of the KV cache in use, 0 to 1
-    kv_usage: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +222,11 @@ def parse_metrics(text: str) -> Probe:
                 sums[name] += _number(line.rpartition(" ")[2])
         elif line.startswith("process_start_time_seconds "):
             epoch = line.rpartition(" ")[2]
-    running, waiting, kv_usage, counted = (sums[name] for name in _METRICS)
-    return Probe(epoch=epoch, running=int(running), waiting=int(waiting), counted=counted, kv_usage=kv_usage)
+    running, waiting, counted = (sums[name] for name in _METRICS)
+    return Probe(epoch=epoch, running=int(running), waiting=int(waiting), counted=counted)
 
 
-_METRICS = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_queries_total",
-)
+_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prefix_cache_queries_total")
 
 
 class _Reading:

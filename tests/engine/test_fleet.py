@@ -23,7 +23,7 @@ DOWN = EngineNotThere("connection refused")
 
 
 def probe(epoch: str | None = "1", counted: float = 0.0, running: int = 0, waiting: int = 0) -> Probe:
-    return Probe(epoch, running=running, waiting=waiting, counted=counted, kv_usage=0.0)
+    return Probe(epoch, running=running, waiting=waiting, counted=counted)
 
 
 def state(watch: Watch) -> str:

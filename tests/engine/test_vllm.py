@@ -372,7 +372,7 @@ vllm:prefix_cache_hits_total{engine="0",model_name="a b"} 32.0
 
 def test_metrics_are_read() -> None:
     """By their exact names, with labels or without."""
-    expected = Probe("1.79619452055e+09", running=3, waiting=2, counted=64.0, kv_usage=0.25)
+    expected = Probe("1.79619452055e+09", running=3, waiting=2, counted=64.0)
     assert parse_metrics(METRICS) == expected
     assert parse_metrics("vllm:num_requests_running 4\n").running == 4
 
@@ -380,7 +380,7 @@ def test_metrics_are_read() -> None:
 def test_engines_behind_one_address_are_summed() -> None:
     """Data parallel: one line per engine, and several processes show no start."""
     text = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
-    assert parse_metrics(text) == Probe(None, running=7, waiting=0, counted=0.0, kv_usage=0.0)
+    assert parse_metrics(text) == Probe(None, running=7, waiting=0, counted=0.0)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "x", ""])

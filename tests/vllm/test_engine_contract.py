@@ -25,7 +25,8 @@ CHAT = "/v1/chat/completions"
 WINDOW = 8192
 #: Tokens in a block of the prefix cache, on both.
 BLOCK = 32
-QUESTION = "Name three planets and say one sentence about each of them."
+#: Its answer is long on any model, so that ``max_tokens`` ends it.
+QUESTION = "Tell me a long story about a fox and a river."
 #: Each test gets another beginning of its prompts, so that none finds what another one left in the cache.
 numbers = itertools.count(1)
 
@@ -171,18 +172,14 @@ async def test_no_piece_holds_half_a_character(engine: EngineUnderTest) -> None:
 async def test_a_cut_answer_goes_on_exactly(engine: EngineUnderTest) -> None:
     """``continue_final``: from the text so far the rest follows as if nothing had happened, at every safe place."""
     request = engine.request(QUESTION, max_tokens=40)
-    heard, _, _ = await engine.ask(request)
+    heard, finish, _ = await engine.ask(request)
+    assert (finish.reason, len(heard.texts)) == ("length", 40)
     for pieces in (1, 4, 9, 17, 26):
-        partial = "".join(heard.texts[:pieces]).rstrip()  # behind white space it would not be exact: see core
-        if not partial:
-            continue
+        partial = "".join(heard.texts[:pieces]).rstrip()  # behind white space it would not be exact
         last = {"role": "assistant", "content": partial}
         going_on = replace(request, messages=(*request.messages, last), continue_final=True)
         rest, _, _ = await engine.ask(going_on)
-        joined = partial + rest.text
-        common = min(len(joined), len(heard.text))
-        assert common > len(partial) + 10
-        assert joined[:common] == heard.text[:common]
+        assert (partial + rest.text).startswith(heard.text)
 
 
 # The cache

@@ -8,13 +8,12 @@ engine    admission, pace, counters         server   the HTTP API, and the fault
 options   speeds and faults                 command  the command line
 """
 
-from chat_server.engine.simulated.engine import BadRequest, EngineDied, SimulatedEngine
+from chat_server.engine.simulated.engine import EngineDied, SimulatedEngine
 from chat_server.engine.simulated.options import Fault, SimulatedOptions
 from chat_server.engine.simulated.server import SimulatedServer, serve_simulated, simulated_server
 from chat_server.engine.simulated.text import answer_for, prompt_tokens, tokens
 
 __all__ = [
-    "BadRequest",
     "EngineDied",
     "Fault",
     "SimulatedEngine",

@@ -30,20 +30,41 @@ def _faults(_context: click.Context, _param: click.Parameter, values: tuple[str,
 @click.option("--port", default=8001, type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.")
 @click.option("--model", default=DEFAULTS.model, help="Name of the model that it serves.")
 @click.option("--max-model-len", default=DEFAULTS.max_model_len, type=click.IntRange(1), help="Context window, tokens.")
-@click.option("--tokens-per-s", default=DEFAULTS.tokens_per_s, help="Speed of one answer; 0: as fast as it goes.")
+@click.option(
+    "--tokens-per-s",
+    default=DEFAULTS.tokens_per_s,
+    type=click.FloatRange(0),
+    help="Speed of one answer; 0: as fast as it goes.",
+)
 @click.option(
     "--prefill-tokens-per-s",
     default=DEFAULTS.prefill_tokens_per_s,
+    type=click.FloatRange(0),
     help="Speed at which prompts are computed, all together; 0: at once.",
 )
-@click.option("--first-token-s", default=DEFAULTS.first_token_s, help="Seconds to the first token, besides that.")
+@click.option(
+    "--first-token-s",
+    default=DEFAULTS.first_token_s,
+    type=click.FloatRange(0),
+    help="Seconds to the first token, besides that.",
+)
 @click.option("--tokens-per-chunk", default=DEFAULTS.tokens_per_chunk, type=click.IntRange(1), help="Tokens per event.")
 @click.option("--max-running", default=DEFAULTS.max_running, type=click.IntRange(1), help="Requests side by side.")
-@click.option("--max-unfinished", default=DEFAULTS.max_unfinished, help="Requests above which it says 503; 0: never.")
+@click.option(
+    "--max-unfinished",
+    default=DEFAULTS.max_unfinished,
+    type=click.IntRange(0),
+    help="Requests above which it says 503; 0: never.",
+)
 @click.option("--cache-blocks", default=DEFAULTS.cache_blocks, type=click.IntRange(1), help="Blocks of prefix cache.")
 @click.option("--block-size", default=DEFAULTS.block_size, type=click.IntRange(1), help="Tokens per block.")
-@click.option("--words", default=DEFAULTS.words, help="Words of an answer; 0: some hundred.")
-@click.option("--reasoning-tokens", default=DEFAULTS.reasoning_tokens, help="Tokens of reasoning before an answer.")
+@click.option("--words", default=DEFAULTS.words, type=click.IntRange(0), help="Words of an answer; 0: some hundred.")
+@click.option(
+    "--reasoning-tokens",
+    default=DEFAULTS.reasoning_tokens,
+    type=click.IntRange(0),
+    help="Tokens of reasoning before an answer.",
+)
 @click.option("--vary", is_flag=True, help="Each attempt writes other text, with its own mark in each word.")
 @click.option("--api-key", help="If given, /v1 wants it as bearer token.")
 @click.option("--fault", "faults", multiple=True, callback=_faults, help="A fault in JSON; repeatable.")

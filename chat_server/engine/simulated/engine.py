@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class SimulatedEngine:
         self._places = asyncio.Semaphore(options.max_running)
         #: when the prefills that are under way are done, by the loop's clock
         self._prefilled_at = 0.0
+        #: in the words of all attempts of this engine, so that no two engines nor two starts of one share a word
+        self._mark = secrets.token_hex(3)
         self._attempts = 0
 
     # What goes wrong
@@ -161,11 +164,10 @@ class SimulatedEngine:
                 f"the length of the input prompt. (parameter=input_tokens, value={window + 1})",
                 param="input_tokens",
             )
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
-        if "max_tokens" in body and (not isinstance(asked, int) or asked < 1):
-            got = body["max_tokens"]
+        asked = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
+        if asked is not None and (not isinstance(asked, int) or asked < 1):
             raise BadRequest(
-                f"max_tokens must be at least 1, got {got}. (parameter=max_tokens, value={got})", param="max_tokens"
+                f"max_tokens must be at least 1, got {asked}. (parameter=max_tokens, value={asked})", param="max_tokens"
             )
         if asked is not None and asked > window:
             raise BadRequest(
@@ -181,9 +183,7 @@ class SimulatedEngine:
             self._attempts += 1
             start = text.next_marked(partial)
             count = (self.options.words or text.DEFAULT_WORDS) - start + 1
-            # The start of the process is part of the mark, for an engine that was started anew is another attempt.
-            mark = f"{int(self.started * 1000) % 46656:x}x{self._attempts:x}"
-            return text.attempt_words(mark, start, max(count, 0))
+            return text.attempt_words(f"{self._mark}x{self._attempts}", start, max(count, 0))
         answer = text.answer_for(messages[:-1] if going_on else messages, self.options.words)
         return text.continuation(answer, partial)
 
@@ -215,7 +215,8 @@ class SimulatedEngine:
     async def write(self, plan: Plan, run: Run) -> AsyncGenerator[tuple[str, list[str]], None]:
         """Wait for a place and the prefill, then give the tokens in time: (``reasoning`` or ``content``, tokens).
 
-        Close it (``aclosing``): that leaves the place.
+        The first piece has no tokens: it says that the prompt is computed. Close it (``aclosing``): that leaves the
+        place.
         """
         loop = asyncio.get_running_loop()
         size, speed = max(self.options.tokens_per_chunk, 1), self.options.tokens_per_s
@@ -223,6 +224,7 @@ class SimulatedEngine:
             kept: list[bytes] = []
             try:
                 kept = await self._prefill(plan, run)
+                yield "content", []
                 began = loop.time()
                 for kind, tokens in (("reasoning", plan.reasoning), ("content", plan.answer)):
                     for start in range(0, len(tokens), size):

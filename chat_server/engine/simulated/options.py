@@ -20,7 +20,8 @@ class Fault:
     ``status``  the request is answered with ``status``
     ``health``  ``/health`` is answered with ``status``; hits the next ``times`` probes
 
-    The first five happen after ``after_tokens`` tokens of the answer (0: before the first), or at its end.
+    The first five happen after ``after_tokens`` tokens, reasoning included (0: before the first, when the prompt is
+    computed), or at the end of an answer that has fewer.
     """
 
     kind: FaultKind

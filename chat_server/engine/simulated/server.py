@@ -199,26 +199,32 @@ class _Answer:
 
     async def _write(self, response: web.StreamResponse, run: Run) -> None:
         field = self._engine.options.reasoning_field
-        await response.write(self._before + b'role":"assistant","content":""' + self._after)
-        if await self._failed(response, run):
-            return
         async with aclosing(self._engine.write(self._plan, run)) as pieces:
             async for kind, piece in pieces:
-                name = field if kind == "reasoning" else kind
-                delta = name.encode() + b'":' + orjson.dumps("".join(piece))
+                if piece:
+                    name = field if kind == "reasoning" else kind
+                    delta = name.encode() + b'":' + orjson.dumps("".join(piece))
+                else:  # the prompt is computed: only now, as on vLLM
+                    delta = b'role":"assistant","content":""'
                 await response.write(self._before + delta + self._after)
-                if await self._failed(response, run):
-                    return
-        if await self._failed(response, run, at_end=True):
-            return
+                if self._fault is not None and run.sent >= self._fault.after_tokens:
+                    return await self._fail(self._fault, response)
+        if self._fault is not None:
+            return await self._fail(self._fault, response)
         await response.write(self._end(run))
-        await response.write_eof()
+        return await response.write_eof()
 
     async def whole(self, run: Run) -> web.StreamResponse:
-        plan = self._plan
+        """The answer in one piece. A fault comes instead of it."""
+        plan, fault = self._plan, self._fault
         async with aclosing(self._engine.write(plan, run)) as pieces:
             async for _ in pieces:
-                pass
+                if fault is not None and run.sent >= fault.after_tokens:
+                    break
+        if fault is not None:
+            if fault.kind == "error":
+                raise BadRequest(fault.message, status=fault.status, type="SimulatedFault")
+            await self._fail(fault, None)
         message = {"role": "assistant", "content": "".join(plan.answer)}
         message[self._engine.options.reasoning_field] = "".join(plan.reasoning)
         choice = {"index": 0, "message": message, "logprobs": None, **self._finish()}
@@ -250,23 +256,19 @@ class _Answer:
             events.append({**head, "choices": [], "usage": self._usage(run)})
         return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
 
-    async def _failed(self, response: web.StreamResponse, run: Run, at_end: bool = False) -> bool:
-        """Whether the fault that this answer was to meet is here; then nothing more must be written."""
-        fault = self._fault
-        if fault is None or (run.sent < fault.after_tokens and not at_end):
-            return False
+    async def _fail(self, fault: Fault, response: web.StreamResponse | None) -> None:
+        """Show ``fault`` on the connection; ``response`` is the stream, if it is one."""
         if fault.kind == "hang":
             await asyncio.Event().wait()  # until the client leaves
         elif fault.kind == "die":
             self._handlers.die()
-        elif fault.kind == "cut":
+        elif fault.kind == "cut" or response is None:
             _reset(self._request.transport)
-        elif fault.kind == "error":
-            error = {"message": fault.message, "type": "SimulatedFault", "param": None, "code": fault.status}
-            await response.write(b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps({"error": error}))
-        if fault.kind in ("end", "error"):
+        else:
+            if fault.kind == "error":
+                error = {"message": fault.message, "type": "SimulatedFault", "param": None, "code": fault.status}
+                await response.write(b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps({"error": error}))
             await response.write_eof()
-        return True
 
 
 def metrics_text(engine: SimulatedEngine) -> str:

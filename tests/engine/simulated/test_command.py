@@ -86,4 +86,4 @@ def test_help_shows_defaults() -> None:
     """What a flag is and what it is without it."""
     result = CliRunner().invoke(simulate_engine, ["--help"])
     assert result.exit_code == 0
-    assert "[default: 40.0]" in result.output
+    assert "default: 40.0" in result.output

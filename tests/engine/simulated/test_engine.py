@@ -38,7 +38,7 @@ async def write(engine: SimulatedEngine, plan: Plan, leave_after: int | None = N
     with engine.admit(plan) as run:
         async with aclosing(engine.write(plan, run)) as stream:
             async for _, piece in stream:
-                pieces.append("".join(piece))
+                pieces += ["".join(piece)] if piece else []  # the first one has none
                 if len(pieces) == leave_after:
                     break
     return run, pieces
@@ -68,6 +68,13 @@ def test_max_tokens_cut_it() -> None:
     plan = engine().plan(body(max_tokens=5))
     assert (len(plan.answer), plan.finish_reason) == (5, "length")
     assert "".join(plan.answer) == "".join(tokens(answer_for([USER]))[:5])
+
+
+def test_a_bound_of_nothing_is_no_bound() -> None:
+    """``null`` is as if it was not said; the newer name of the field counts too."""
+    whole = engine().plan(body(max_tokens=None, max_completion_tokens=None))
+    assert whole.finish_reason == "stop"
+    assert len(engine().plan(body(max_completion_tokens=5)).answer) == 5
 
 
 def test_an_answer_that_just_fits_misses_its_end() -> None:
@@ -119,6 +126,7 @@ def test_each_attempt_can_write_other_text() -> None:
         ({"messages": [{"content": "x"}]}, 400, "body.messages"),
         ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0."),
         ({"max_tokens": "9"}, 400, "max_tokens must be at least 1"),
+        ({"max_completion_tokens": 0}, 400, "max_tokens must be at least 1"),
         ({"max_tokens": 9000}, 400, "cannot be greater than max_model_len=8192"),
         ({"continue_final_message": True}, 400, "are not compatible"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "maximum context length is 8192 tokens"),

@@ -251,6 +251,32 @@ async def test_it_looks_sick_on_demand(engine: SimulatedServer, http: aiohttp.Cl
         assert response.status == 200
 
 
+@pytest.mark.parametrize("kind", ["cut", "end", "die"])
+async def test_a_whole_answer_breaks_on_demand(engine: SimulatedServer, http: aiohttp.ClientSession, kind: str) -> None:
+    """Without ``stream`` the connection is reset before the answer."""
+    await set_faults(http, engine, {"kind": kind, "after_tokens": 4})
+    with pytest.raises(aiohttp.ClientConnectionError):
+        async with http.post(engine.url + CHAT, json=body(stream=False)):
+            pass
+    assert engine.engine.counters.generated_tokens == 4
+
+
+async def test_a_whole_answer_fails_on_demand(engine: SimulatedServer, http: aiohttp.ClientSession) -> None:
+    """Without ``stream`` an error is a status."""
+    await set_faults(http, engine, {"kind": "error", "status": 500})
+    async with http.post(engine.url + CHAT, json=body(stream=False)) as response:
+        assert response.status == 500
+
+
+async def test_a_hang_holds_its_place(http: aiohttp.ClientSession) -> None:
+    """A stream that went silent in its prefill keeps others out."""
+    options = SimulatedOptions(tokens_per_s=0, max_running=1, faults=(Fault("hang"),))
+    async with simulated_server(options) as engine, http.post(engine.url + CHAT, json=body()) as first:
+        await first.content.readline()
+        async with http.post(engine.url + CHAT, json=body()):
+            assert (engine.engine.running, engine.engine.waiting) == (1, 1)
+
+
 async def test_an_unknown_fault_is_refused(engine: SimulatedServer, http: aiohttp.ClientSession) -> None:
     """A typo in a test must not pass for a fault."""
     async with http.post(engine.url + "/simulate/faults", json={"kind": "explode"}) as response:
