@@ -223,12 +223,12 @@ async def test_it_keeps_its_pace() -> None:
     _, pieces = await write(simulated, simulated.plan(body(max_tokens=100)))
     took = asyncio.get_running_loop().time() - started
     assert len(pieces) == 20
-    assert 0.098 <= took < 0.5
+    assert 0.098 <= took < 1.0
 
 
 async def test_prefills_queue_up() -> None:
     """Two cold prompts at once take as long as both after each other; a cached one takes none of it."""
-    simulated = engine(prefill_tokens_per_s=2000.0, block_size=4)
+    simulated = engine(prefill_tokens_per_s=500.0, block_size=4)
     prompts = [{"role": "user", "content": letter + " word" * 100} for letter in "ab"]
     loop = asyncio.get_running_loop()
 
@@ -238,9 +238,9 @@ async def test_prefills_queue_up() -> None:
         return loop.time() - started
 
     one, two = await asyncio.gather(*map(first_token_after, prompts))
-    assert 0.05 <= one < two
-    assert two >= 0.1
-    assert await first_token_after(prompts[0]) < 0.05
+    assert 0.2 <= one < two
+    assert two >= 0.4
+    assert await first_token_after(prompts[0]) < 0.2
 
 
 # Faults
