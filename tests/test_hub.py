@@ -1,0 +1,216 @@
+"""The sessions of a replica: who joins, what is told to whom, and what happens between replicas and with the store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from websockets.exceptions import ConnectionClosed
+
+from chat_server.engine.simulated import answer_for
+from tests.support.server import QUICK, RunningServer, running_server
+from tests.support.ws import WsClient
+
+pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
+
+LONG = "Tell me more, in 300 words."
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
+    """One server for the tests that break nothing; each has a session of its own."""
+    async with running_server(tmp_path_factory.mktemp("hub")) as running:
+        yield running
+
+
+def story(client: WsClient) -> list[dict[str, Any]]:
+    """What a connection was told since ``session.created``: without event ids, heartbeats and the cuts of deltas."""
+    told: list[dict[str, Any]] = []
+    for sent in client.events[1:]:
+        event = {name: value for name, value in sent.items() if name != "event_id"}
+        if event["type"] == "heartbeat":
+            continue
+        if event["type"] == "response.output_text.delta" and told and told[-1]["type"] == event["type"]:
+            told[-1] = {**told[-1], "delta": told[-1]["delta"] + event["delta"]}
+        else:
+            told.append(event)
+    return told
+
+
+# --- several connections
+
+
+async def test_all_connections_are_told_the_same_in_the_same_order(server: RunningServer) -> None:
+    """Tabs with and without extensions see items, answers and settings alike, whoever asked for them."""
+    async with (
+        server.connect() as one,
+        server.connect(session_id=one.session["id"], extensions=1) as two,
+        server.connect(session_id=one.session["id"], history="all") as three,
+    ):
+        first = await one.turn("The first")
+        for client in (two, three):
+            await client.until("response.done")
+        await two.send("session.update", session={"instructions": "Be kind."})
+        second = await three.turn("The second")
+        for client in (one, two):
+            await client.until("response.done")
+        await one.send("conversation.item.delete", item_id=first.user_item["id"])
+        for client in (one, two, three):
+            await client.until("conversation.item.deleted")
+        assert second.text
+        assert story(one) == story(two) == story(three)
+
+
+async def test_errors_are_told_to_who_made_them_only(server: RunningServer) -> None:
+    """Nobody else can do anything with them."""
+    async with server.connect() as one, server.connect(session_id=one.session["id"]) as two:
+        await one.send("conversation.item.delete", item_id="item_none")
+        await one.error("item_not_found")
+        item = await one.say("Hello")
+        added = await two.expect("conversation.item.added")
+        assert added["item"] == item
+
+
+async def test_an_answer_is_told_in_the_order_of_the_protocol(server: RunningServer) -> None:
+    """The table of the protocol, event by event, with the ids and places that belong together."""
+    async with server.connect() as client:
+        question = await client.say("What is the order?")
+        await client.send("response.create")
+        await client.until("response.done")
+        told = story(client)[2:]
+        assert [event["type"] for event in told] == [
+            "response.created",
+            "response.output_item.added",
+            "conversation.item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "conversation.item.done",
+            "response.done",
+        ]
+        created, output_item, added, part, delta, text, part_done, item_done, done, end = told
+        assert created["response"]["status"] == "in_progress"
+        assert {e.get("response_id") for e in (output_item, part, delta, text, part_done, item_done)} == {
+            created["response"]["id"]
+        }
+        item = output_item["item"]
+        assert (item["role"], item["status"], item["content"]) == ("assistant", "in_progress", [])
+        assert {e["item_id"] for e in (part, delta, text, part_done)} == {item["id"]}
+        assert added["item"] == item
+        assert added["previous_item_id"] == done["previous_item_id"] == question["id"]
+        assert part["part"] == {"type": "text", "text": ""}
+        assert delta["offset"] == 0
+        assert delta["delta"] == text["text"] == part_done["part"]["text"]
+        assert text["text"] == answer_for([{"role": "user", "content": "What is the order?"}], QUICK.words)
+        whole = item_done["item"]
+        assert whole["content"] == [{"type": "output_text", "text": text["text"]}]
+        assert whole["status"] == "completed"
+        assert done["item"] == whole
+        assert end["response"]["output"] == [whole]
+
+
+async def test_a_tab_that_joins_gets_the_text_so_far_at_once(server: RunningServer) -> None:
+    """A running answer is told from its beginning, its text so far as one delta from 0; then it goes live."""
+    async with server.connect() as one:
+        await one.say(LONG)
+        await one.send("response.create")
+        for _ in range(10):
+            await one.until("response.output_text.delta")
+        async with server.connect(session_id=one.session["id"]) as two:
+            active = two.events[0]["active_response"]
+            created = await two.expect("response.created")
+            assert active["id"] == created["response"]["id"]
+            assert (active["state"], active["offset"]) == ("streaming", 0)
+            assert active["item_id"] == (await two.expect("response.output_item.added"))["item"]["id"]
+            assert (await two.expect("conversation.item.added"))["item"]["id"] == active["item_id"]
+            await two.expect("response.content_part.added")
+            delta = await two.expect("response.output_text.delta")
+            assert (delta["offset"], delta["epoch"]) == (0, active["epoch"])
+            assert len(delta["delta"]) > 20
+            assert (await two.expect("response.output_text.delta"))["offset"] == len(delta["delta"])
+            await two.until("response.done")
+            await one.until("response.done")
+            assert two.texts == one.texts
+            assert story(two) == story(one)[2:]
+
+
+async def test_a_tab_that_joins_with_history_gets_each_item_once(server: RunningServer) -> None:
+    """First the items before, then the running answer; what was said while it ran is there too, in its place."""
+    async with server.connect() as one:
+        first = await one.turn("The first")
+        question = await one.say(LONG)
+        await one.send("response.create")
+        await one.until("response.output_text.delta")
+        later = await one.say("By the way")
+        async with server.connect(session_id=one.session["id"], history="all", extensions=1) as two:
+            assert two.events[0]["item_count"] == 5
+            answer_id = two.events[0]["active_response"]["item_id"]
+            await two.until("response.done")
+            await one.until("response.done")
+            for kind in ("conversation.item.added", "conversation.item.done"):
+                told = [event["item"]["id"] for event in two.events if event["type"] == kind]
+                output = first.response["output"][0]["id"]
+                assert told == [first.user_item["id"], output, question["id"], later["id"], answer_id]
+            assert two.texts[answer_id] == one.texts[answer_id]
+            assert first.text not in two.texts.values()  # stored answers are items, not deltas
+
+
+@pytest.mark.parametrize("history", [1, 3, 4, 100])
+async def test_history_is_the_last_items_in_their_order(server: RunningServer, history: int) -> None:
+    """Each item as it is stored, whole, with the one before it; more than there are is all."""
+    async with server.connect() as client:
+        items = [await client.say(f"Number {number}") for number in range(3)]
+        await client.send("response.create")
+        items.append((await client.until("response.done"))["response"]["output"][0])
+    chain = [None, *(item["id"] for item in items)]
+    async with server.connect(session_id=client.session["id"], history=history) as client:
+        for place in range(max(0, len(items) - history), len(items)):
+            for kind in ("conversation.item.added", "conversation.item.done"):
+                event = await client.expect(kind)
+                assert (event["previous_item_id"], event["item"]) == (chain[place], items[place])
+        await client.send("ping")
+        await client.send("conversation.item.retrieve", item_id="item_none")
+        await client.error("item_not_found")
+
+
+async def test_without_history_nothing_of_it_is_told(server: RunningServer) -> None:
+    """A client that kept the conversation itself does not get it again."""
+    async with server.connect() as client:
+        await client.say("Hello")
+    async with server.connect(session_id=client.session["id"]) as client:
+        await client.send("conversation.item.retrieve", item_id="item_none")
+        await client.error("item_not_found")
+
+
+async def test_an_answer_goes_on_without_its_only_socket(server: RunningServer) -> None:
+    """It is whole in the history of who comes back, as if nobody had left."""
+    async with server.connect() as client:
+        await client.say(LONG)
+        await client.send("response.create")
+        await client.until("response.output_text.delta")
+    async with server.connect(session_id=client.session["id"], history=1, extensions=1) as client:
+        if client.events[0]["active_response"]:
+            await client.until("response.done")
+            item = client.events[-1]["response"]["output"][0]
+        else:
+            item = (await client.expect("conversation.item.added"))["item"]
+    assert item["status"] == "completed"
+    assert item["content"][0]["text"] == answer_for([{"role": "user", "content": LONG}])
+
+
+async def test_a_client_that_vanishes_leaves_the_others_alone(server: RunningServer) -> None:
+    """A cut connection, without a word, in mid-answer: the other tab is told on as if nothing had been."""
+    async with server.connect() as one:
+        async with server.connect(session_id=one.session["id"]) as two:
+            await one.say(LONG)
+            await one.send("response.create")
+            await two.until("response.output_text.delta")
+            two.connection.transport.abort()
+            with pytest.raises(ConnectionClosed):
+                await two.until("response.done")
+        assert (await one.until("response.done"))["response"]["status"] == "completed"
+        await one.say("Still here")
