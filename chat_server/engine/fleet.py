@@ -193,7 +193,7 @@ class Fleet:
         try:
             async with asyncio.timeout(watch.patience_s):
                 probe = await self._client.probe(url, engine=name)
-                due = watch.models_due(began) or probe.epoch != watch.engine.epoch
+                due = watch.models_due(began) or probe.epoch not in (None, watch.engine.epoch)
                 models = await self._client.models(url, engine=name) if due else None
         except TimeoutError:
             return watch.bad(

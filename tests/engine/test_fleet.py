@@ -227,6 +227,7 @@ async def test_the_healthy_ones_of_a_model_are_given() -> None:
         assert [e.url for e in fleet.healthy("m")] == ["http://a", "http://b"]
         assert [e.url for e in fleet.healthy("n")] == ["http://b"]
         assert fleet.healthy("unknown") == []
+        assert fleet.healthy() == await fleet.wait_healthy(None, 1) == [*fleet.healthy("m")]
         assert fleet.models() == ["m", "x", "n"]
         assert [e.state for e in fleet.engines] == ["healthy", "healthy", "starting"]
 
