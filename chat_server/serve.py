@@ -40,6 +40,8 @@ PART_STOP_S = 60.0
 #: seconds between two looks at how far the engines are, and between two lines about it where there is no terminal
 LOOK_EVERY_S = 0.1
 LINE_EVERY_S = 15.0
+#: seconds for the server to see as healthy what was seen to be up, or what others run
+ALL_HEALTHY_S = 3.0
 
 
 def run(settings: Settings, log_level: str | None = None) -> int:
@@ -131,21 +133,27 @@ async def show(
 
 
 async def what_is_there(url: str) -> str:
-    """``2 engines, SmolLM2-135M-Instruct``, as the server itself says."""
-    parts = urlsplit(url)  # without the path, which is a proxy's; our own certificate may be made for another name
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http,
-            http.get(f"{parts.scheme}://{parts.netloc}/readyz", ssl=False) as answer,
-        ):
-            found = await answer.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        logger.warning("The server does not answer on its own address %s: %s", url, error)
-        return "engines unknown"
-    engines = [engine for engine in found["engines"] if engine["state"] == "healthy"]
+    """``2 engines, SmolLM2-135M-Instruct``, as the server itself says; it gets a moment to see all of its engines."""
+    parts = urlsplit(url)  # without the path, which is a proxy's
+    deadline = time.monotonic() + ALL_HEALTHY_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http:
+        while True:
+            try:
+                # our own certificate may be made for another name
+                async with http.get(f"{parts.scheme}://{parts.netloc}/readyz", ssl=False) as answer:
+                    found = await answer.json()
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                logger.warning("The server does not answer on its own address %s: %s", url, error)
+                return "engines unknown"
+            engines = [engine for engine in found["engines"] if engine["state"] == "healthy"]
+            if len(engines) == len(found["engines"]) or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
     models = dict.fromkeys(model for engine in engines for model in engine["models"])
     kind = "simulated engine" if found["simulated"] else "engine"
-    return ", ".join([f"{len(engines)} {kind}{'' if len(engines) == 1 else 's'}", *models])
+    missing = len(found["engines"]) - len(engines)
+    count = f"{len(engines)} of {len(found['engines'])}" if missing else str(len(engines))
+    return ", ".join([f"{count} {kind}{'' if len(found['engines']) == 1 else 's'}", *models])
 
 
 async def run_together(
