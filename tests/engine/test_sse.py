@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -44,6 +45,14 @@ def test_any_chunking_gives_the_same_events(stream: tuple[bytes, list[bytes]], d
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=10)))
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
     assert read(pieces, SseParser()) == expected
+
+
+@given(streams())
+def test_line_by_line_gives_the_same_events(stream: tuple[bytes, list[bytes]]) -> None:
+    """Cut where engines cut: behind each line, and behind each event."""
+    raw, expected = stream
+    assert read(raw.splitlines(keepends=True), SseParser()) == expected
+    assert read(re.findall(rb".*?\n\n|.+", raw, re.DOTALL), SseParser()) == expected
 
 
 @given(streams())
