@@ -151,6 +151,7 @@ async def server_process(folder: Path, *arguments: str, port: int | None = None)
     """Run ``chat-server serve`` with its data in ``folder`` and these arguments; it is stopped at the end."""
     port = port or free_port()
     log = folder / "server.log"
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith(("CHAT_SERVER_", "REDIS_URL"))}
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "chat_server", "serve", "--port", str(port), "--data-dir", str(folder)),
@@ -158,7 +159,7 @@ async def server_process(folder: Path, *arguments: str, port: int | None = None)
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={name: value for name, value in os.environ.items() if not name.startswith("CHAT_SERVER_")},
+            env=environment,
         )
     server = ServerProcess(f"http://127.0.0.1:{port}", process, log)
     try:
