@@ -142,11 +142,16 @@ class _Chat:
 
 def _summary(answer: Answer) -> str:
     """One line about an answer: who made it, what the prefix cache saved, how long it took."""
-    parts = [
-        answer.status if answer.status != "completed" else "",
-        answer.engine or "",
-        f"{answer.cached_tokens} of {answer.input_tokens} prompt tokens from the cache",
-        f"first token {answer.ttft_ms} ms" if answer.ttft_ms is not None else "",
-        f"{answer.output_tokens} tokens in {answer.total_ms / 1000:.1f} s" if answer.total_ms is not None else "",
-    ]
-    return " · ".join(filter(None, parts))
+    parts = []
+    if answer.status != "completed":
+        parts.append(answer.status)
+    if answer.engine is not None:
+        parts.append(answer.engine)
+    if answer.input_tokens:  # the engine does not say how many if it was stopped
+        parts.append(f"{answer.cached_tokens} of {answer.input_tokens} prompt tokens from the cache")
+    if answer.ttft_ms is not None:
+        parts.append(f"first token after {answer.ttft_ms} ms")
+    if answer.total_ms is not None:
+        tokens = f"{answer.output_tokens} tokens in " if answer.output_tokens else ""
+        parts.append(f"{tokens}{answer.total_ms / 1000:.1f} s")
+    return " · ".join(parts)
