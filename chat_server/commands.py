@@ -8,8 +8,8 @@ from typing import TypeVar
 from chat_server.core import session
 from chat_server.core.client_events import ItemCreate, ResponseCreate, SessionPatch
 from chat_server.core.ids import new_id
-from chat_server.core.items import item_from_client
-from chat_server.core.response import Begun, Response
+from chat_server.core.items import ResponseObject, item_from_client
+from chat_server.core.response import Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
 from chat_server.errors import ClientError
 from chat_server.hub import Hub, now_ms
@@ -131,25 +131,8 @@ class Commands:
         item = await self._store.get_item(live.id, reply.item_id)
         if item is None:
             raise _no_item(reply.item_id, "in_reply_to")
-        told = Response(
-            Begun(
-                id=reply.response_id,
-                item_id=item.id,
-                in_reply_to=item.in_reply_to,
-                replica="",
-                epochs=[],
-                created_ms=0,
-                model=live.model,
-                instructions="",
-                max_output_tokens=None,
-                temperature=None,
-                top_p=None,
-                stop=(),
-                metadata=None,
-            ),
-            previous_item_id=None,
-        )
-        connection.outbox.push(ResponseCreated(response=told.object(), in_reply_to=item.in_reply_to, duplicate=True))
+        told = ResponseObject(id=reply.response_id, status="in_progress", output=[])
+        connection.outbox.push(ResponseCreated(response=told, in_reply_to=item.in_reply_to, duplicate=True))
 
     async def cancel(
         self, live: LiveSession, connection: Connection, response_id: str | None, seen: int | None
@@ -169,7 +152,8 @@ class Commands:
             session_id=live.id,
             token=token,
             response=live.response,
-            on_stored=live.pump,
+            # What was told when somebody stops the answer is the last of it: the text is cut there.
+            on_stored=lambda: None if turn.stopped else live.pump(),
             on_lost=lambda reply: self._lost(live, turn, reply),
         )
         turn = Turn(
