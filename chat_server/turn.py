@@ -37,6 +37,8 @@ _MAX_ATTEMPTS = 3
 _END_S = 600.0
 _END_RETRY_S = 0.25
 
+_CANCELLED = StatusDetails(type="cancelled", reason="client_cancelled")
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -143,7 +145,8 @@ class Conductor:
         rest = response.take_rest()
         length = response.length + len(rest)
         epochs = list(response.epochs)
-        if turn.stopped:
+        if turn.stopped:  # perhaps only now: the text is cut all the same, so it is not whole
+            status, details = "cancelled", _CANCELLED
             rest, length = "", min(turn.stopped.cut, response.length)
             if length < response.length:
                 epochs.append((new_id("epoch"), length))
@@ -211,7 +214,7 @@ class Conductor:
             message = "The server failed on this answer."
             return None, "failed", _details("failed", "internal_error", message, type="server_error")
         if finish is None:
-            return None, "cancelled", StatusDetails(type="cancelled", reason="client_cancelled")
+            return None, "cancelled", _CANCELLED
         match finish.reason:
             case "length":
                 return finish, "incomplete", StatusDetails(type="incomplete", reason="max_output_tokens")
