@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
 FAKE_VLLM = """
 import argparse, os, sys, time
 parser = argparse.ArgumentParser()
-for flag in ("model", "served-model-name", "host", "port", "max-model-len", "block-size"):
+for flag in ("model", "served-model-name", "host", "port", "max-model-len", "block-size", "uvicorn-log-level"):
     parser.add_argument("--" + flag)
 for flag in ("enable-prompt-tokens-details", "enforce-eager"):
     parser.add_argument("--" + flag, action="store_true")

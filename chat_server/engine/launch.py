@@ -298,6 +298,7 @@ def vllm_command(port: int, model: Model, place: Place, *, cpu: bool, max_len: i
         *("--model", model.source, "--served-model-name", model.served_name),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(max_len), "--enable-prompt-tokens-details"),
+        *("--uvicorn-log-level", "warning"),  # else each probe is a line, and the log holds nothing else
     ]
     if cpu:
         command += ["--enforce-eager", "--block-size", "32"]
