@@ -6,9 +6,25 @@ import { make } from './view.js';
 
 const KEY = 'chat.key';
 
+/** Where the browser allows no storage: the key until the next reload. @type {string | null} */
+let unstoredKey = null;
+
 /** The API key of this tab, or null. */
 export function storedKey() {
-  return sessionStorage.getItem(KEY);
+  try {
+    return sessionStorage.getItem(KEY) ?? unstoredKey;
+  } catch {
+    return unstoredKey;
+  }
+}
+
+function storeKey(key) {
+  unstoredKey = key;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // storage is off or full: the key lives in memory
+  }
 }
 
 export class Notices {
@@ -45,6 +61,7 @@ export class Notices {
 
   /** @param {import('./realtime.js').Link} link */
   setLink(link) {
+    if (link.again) return; // what was told holds until this try has an outcome: no flicker, nothing read out twice
     this.#link = link;
     const asks = link.phase === 'refused' && link.status === 401;
     if (asks) {
@@ -117,7 +134,7 @@ export class Notices {
       this.#key.reportValidity();
       return;
     }
-    sessionStorage.setItem(KEY, key);
+    storeKey(key);
     this.#key.value = '';
     this.#actions.connect();
   }

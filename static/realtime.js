@@ -23,6 +23,7 @@ import { Conversation, countPoints, newId } from './conversation.js';
  * @property {string} [code]
  * @property {string} [message]
  * @property {number} [retryAt]  ms since the epoch
+ * @property {boolean} [again]  this try to connect follows on trouble that was told
  *
  * @typedef {object} Unsent
  * @property {string} id  of the item
@@ -122,7 +123,7 @@ export class RealtimeClient {
   /** Connect now, whatever the state: the first time, after a refusal, or because the person does not want to wait. */
   connect() {
     this.#drop();
-    this.#say({ phase: 'connecting' });
+    this.#say({ phase: 'connecting', again: this.link.phase === 'waiting' || this.link.again });
     const key = this.#key();
     const protocols = key ? ['realtime', `openai-insecure-api-key.${key}`] : ['realtime'];
     const socket = new WebSocket(this.#target('ws'), protocols);
@@ -257,7 +258,7 @@ export class RealtimeClient {
     } else if (opened && code !== 1008) {
       this.#comeBack({});
     } else {
-      this.#say({ phase: 'connecting' });
+      this.#say({ phase: 'connecting', again: this.link.again });
       const probing = this.link;
       const verdict = await this.#probe();
       if (this.link !== probing) return; // meanwhile somebody called `connect` or `close`

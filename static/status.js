@@ -8,7 +8,7 @@
  */
 export function statusText(client, ready) {
   const { link, busy, stopping } = client;
-  if (link.phase === 'connecting') return 'Connecting';
+  if (link.phase === 'connecting' && !link.again) return 'Connecting';
   if (link.phase !== 'open') {
     if (client.conversation.answer) return 'Not connected: the answer goes on at the server';
     return busy ? 'Sent as soon as the connection is there' : 'Not connected';

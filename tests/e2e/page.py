@@ -90,7 +90,8 @@ class ChatPage:
 
     async def writing(self) -> str:
         """Wait until an answer is being written and has some text; that text."""
-        await expect(self.live.locator(".md")).to_contain_text("simulated", timeout=PATIENCE_MS)
+        # Not `expect`: that looks once a second in the end, and an answer may be over by then.
+        await self.live.filter(has_text="You wrote:").wait_for(timeout=PATIENCE_MS)
         return await self.live.locator(".md").inner_text()
 
     def quiet(self) -> None:

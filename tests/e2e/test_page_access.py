@@ -14,8 +14,8 @@ from tests.support.server import RunningServer, running_server
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
-PACE = SimulatedOptions(tokens_per_s=500.0, first_token_s=0.02, words=40)
-LONG = "Tell me about lighthouses in 700 words"
+PACE = SimulatedOptions(tokens_per_s=300.0, first_token_s=0.02, words=40)
+LONG = "Tell me about lighthouses in 400 words"
 PHONE = {"viewport": {"width": 375, "height": 667}, "has_touch": True, "is_mobile": True}
 
 
@@ -75,9 +75,9 @@ async def test_the_keyboard_is_enough(chat: ChatPage) -> None:
     await expect(chat.field).to_be_focused()
     await keyboard.type("Line one")
     await keyboard.press("Shift+Enter")
-    await keyboard.type("line two, in 700 words")
+    await keyboard.type("line two, in 5000 words")
     await keyboard.press("Enter")
-    assert await chat.asked.locator(".bubble").inner_text() == "Line one\nline two, in 700 words"
+    assert await chat.asked.locator(".bubble").inner_text() == "Line one\nline two, in 5000 words"
     await chat.writing()
     await keyboard.press("Escape")
     await expect(chat.facts).to_contain_text("Stopped")

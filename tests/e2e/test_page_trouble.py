@@ -21,8 +21,7 @@ from tests.support.server import RunningServer, free_port, running_server, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
-PACE = SimulatedOptions(tokens_per_s=500.0, first_token_s=0.02, words=40)
-LONG = "Tell me about lighthouses in 700 words"
+PACE = SimulatedOptions(tokens_per_s=300.0, first_token_s=0.02, words=40)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
