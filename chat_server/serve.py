@@ -290,7 +290,7 @@ class Display:
     def stopping(self) -> None:
         """The end began."""
         self._end_live()
-        self._print("Stopping ... (Ctrl-C again: at once)")
+        self._print("Stopping ...")
 
     def _say(self, stages: Sequence[Stage]) -> None:
         now = time.monotonic()

@@ -59,10 +59,9 @@ def what_matters(lines: Sequence[str], most: int = 3) -> list[str]:
     found: list[str] = []
     for number, line in enumerate(plain):
         if RAISED.match(line) and not WRAPPER.search(line):
-            following = plain[number + 1] if number + 1 < len(plain) else ""
-            # pydantic writes "1 validation error for X" and the reason on the next line
-            more = f" {following.strip()}" if "validation error" in line and following.startswith(" ") else ""
-            found.append(clip(line + more))
+            if "validation error" in line and number + 1 < len(plain):  # pydantic's; the reason is on the next line
+                line = plain[number + 1].strip().removeprefix("Value error, ")  # noqa: PLW2901
+            found.append(clip(line))
     return list(dict.fromkeys(found))[-most:] or [clip(line) for line in plain if line.strip()][-most:]
 
 

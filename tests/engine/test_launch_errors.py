@@ -38,7 +38,7 @@ def test_a_too_long_context_is_named_with_its_flag() -> None:
     """The reason stands on the line after the error; the advice is the flag."""
     text = explain("engine-1", 1, TOO_LONG, LOG)
     assert text.startswith("engine-1 ended with status 1:\n")
-    assert "max_model_len (99999) is greater than the derived max_model_len (8192)" in text
+    assert "\n    User-specified max_model_len (99999) is greater than the derived max_model_len (8192)" in text
     assert "--max-model-len" in text
     assert text.endswith(f"Its log: {LOG}")
     assert "Traceback" not in text
