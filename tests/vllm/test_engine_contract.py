@@ -200,7 +200,7 @@ async def test_cached_tokens_grow_from_turn_to_turn(engine: EngineUnderTest) -> 
 
 async def test_the_answer_is_cached_too(engine: EngineUnderTest) -> None:
     """A long answer is there for the next turn's prompt, not only the question."""
-    request = engine.request(QUESTION, max_tokens=100)
+    request = engine.request(QUESTION, max_tokens=64)
     heard, _, first = await engine.ask(request)
     _, _, second = await engine.ask(turn(request, heard.text, "Thank you."))
     # A block more or less: the text of an answer may be cut into tokens in another way when it is read again.
