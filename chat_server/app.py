@@ -95,7 +95,10 @@ class Server(uvicorn.Server):
         self._listening: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn's way of saying that the port is taken; out of a task it ends the loop
+            raise StartError(f"Can not listen on {self.config.host}:{self.config.port}.") from None
         if self.started:
             self._listening.set_result(self.servers[0].sockets[0].getsockname()[:2])
 
@@ -108,8 +111,6 @@ class Server(uvicorn.Server):
         serving = asyncio.create_task(self.serve())
         try:
             await asyncio.shield(serving)
-        except SystemExit:  # uvicorn's way of saying that the port is taken; it logged why
-            raise StartError(f"Can not listen on {self.config.host}:{self.config.port}.") from None
         except asyncio.CancelledError:
             self.should_exit = True
             await serving
