@@ -45,7 +45,7 @@ doctor: $(VENV)/.installed ## what is installed, reachable and healthy here
 	@$(BIN)/chat-server doctor $(ARGS)
 
 browser: ## Chromium, for the tests of the page
-	@command -v chromium chromium-browser google-chrome >/dev/null && exit 0; \
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "== Installing Chromium for the tests of the page (350 MB on disk)"; \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium && exit 0; \

