@@ -24,6 +24,7 @@ const byId = (/** @type {string} */ id) => /** @type {HTMLElement} */ (document.
 /** @type {RealtimeClient} */
 let client;
 let busySince = 0;
+let wasReady = true;
 
 const follower = new Follower(byId('log'), byId('latest'));
 const view = new ConversationView(follower, (itemId) => {
@@ -34,10 +35,18 @@ const composer = new Composer({ send: say, stop: () => client.stop() });
 const notices = new Notices({ connect: () => client.connect(), newChat });
 const readiness = new Readiness(new URL('readyz', document.baseURI), (ready) => {
   notices.setReady(ready);
-  if (ready.ready && client.link.phase === 'waiting') client.wake(); // what it waited for may be there
+  if (ready.ready) becameReady();
+  wasReady = ready.ready;
   byId('simulated').hidden = !ready.simulated;
   showStatus();
 });
+
+/** What was waited for may be there: connect, and ask again for an answer that no engine came for in time. */
+function becameReady() {
+  if (client.link.phase === 'waiting') client.wake();
+  const { unanswered, outcomes } = client.conversation;
+  if (!wasReady && unanswered && outcomes.get(unanswered.id)?.code === 'overloaded') client.ask(unanswered.id);
+}
 
 function endpoint() {
   const url = new URL('v1/realtime', document.baseURI);
@@ -121,13 +130,16 @@ function showStatus() {
   const text = statusText(client, readiness.state);
   if (byId('status-text').textContent !== text) byId('status-text').textContent = text;
   byId('status').classList.toggle('busy', busy || client.link.phase === 'connecting');
-  if (busy && conversation.answer?.stage === 'queued' && readiness.state?.ready !== false) void readiness.ask();
+  const { unanswered, outcomes } = conversation;
+  if (unanswered && outcomes.get(unanswered.id)?.code === 'overloaded') void readiness.ask();
   showClock();
 }
 
 function showClock() {
   const waited = busySince ? performance.now() - busySince : 0;
-  const shown = waited > PATIENCE_MS && client.conversation.answer?.stage !== 'streaming';
+  const stage = client.conversation.answer?.stage;
+  const shown = waited > PATIENCE_MS && stage !== 'streaming';
+  if (shown && (!stage || stage === 'queued')) void readiness.ask(); // is there an engine at all?
   byId('status-time').textContent = shown ? `, ${durationText(Math.floor(waited / 1000) * 1000)}` : '';
 }
 

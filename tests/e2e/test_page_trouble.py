@@ -15,7 +15,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, simulated_server
-from chat_server.settings import parse_api_keys
+from chat_server.settings import Limits, parse_api_keys
 from tests.e2e.page import NETWORK, visit
 from tests.support.server import RunningServer, free_port, running_server, server_process
 
@@ -156,6 +156,22 @@ async def test_an_answer_waits_for_an_engine(browser: Browser, server: RunningSe
         async with simulated_server(PACE, port=ports[0]):
             await expect(chat.facts).to_have_count(1)
             await expect(chat.page.locator("#engines")).to_be_hidden()
+
+
+async def test_an_answer_that_no_engine_came_for_is_asked_for_again(browser: Browser, tmp_path: Path) -> None:
+    """Engines that take longer than the server lets an answer wait: the page says so, and asks when one is there."""
+    limits = Limits(max_queue_s=1.0)
+    async with running_server(tmp_path, simulated=PACE, limits=limits) as server, visit(browser, server.url) as chat:
+        chat.expected = NETWORK  # 503 of /readyz
+        await chat.open()
+        ports = [urlsplit(engine.url).port or 0 for engine in server.engines]
+        for engine in server.engines:
+            engine.die()
+        await chat.say("Is anybody there?")
+        await expect(chat.asked.locator(".note")).to_contain_text("No engine")
+        async with simulated_server(PACE, port=ports[1]):
+            await expect(chat.facts).to_have_count(1)
+            await expect(chat.asked).to_have_count(1)
 
 
 async def test_simulated_engines_are_told_from_a_model(browser: Browser, tmp_path: Path) -> None:
