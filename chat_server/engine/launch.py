@@ -108,6 +108,8 @@ class LocalEngine:
     stage: Stage
     was_ready: bool = False
     deaths: int = 0
+    #: held while it starts; engines on one GPU share it, for vLLM measures the free memory and minds a change meanwhile
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     command: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -180,7 +182,10 @@ class LocalEngines:
         places = share_gpus(len(self._engines), gpus) if gpus else share_cores(len(self._engines), hardware.cores())
         if build.cpu:
             await asyncio.to_thread(check_memory, model, len(self._engines))
+        turns: dict[int, asyncio.Lock] = {}
         for engine, place in zip(self._engines, places, strict=True):
+            if place.gpu is not None:
+                engine.turn = turns.setdefault(place.gpu, engine.turn)
             engine.command = vllm_command(
                 engine.port, model, place, cpu=build.cpu, max_len=self._settings.max_model_len
             )
@@ -200,10 +205,9 @@ class LocalEngines:
     async def _keep(self, engine: LocalEngine, http: aiohttp.ClientSession) -> None:
         """Run one engine, and run it again when it ends."""
         while True:
-            engine.stage.now("starting" if self._settings.simulate else "loading the model")
             began = time.monotonic()
-            async with await Child.start(engine.command, log=engine.log, env=engine.env, grace_s=GRACE_S) as child:
-                up = await self._until_up(engine, child, http)
+            child, up = await self._start(engine, http)
+            async with child:
                 if up:
                     engine.was_ready = True
                     engine.stage.now(f"ready after {time.monotonic() - began:.0f} s", timed=False)
@@ -217,9 +221,21 @@ class LocalEngines:
             first, most, calm = BACKOFF_S
             engine.deaths = engine.deaths + 1 if not up or time.monotonic() - began < calm else 1
             delay = min(most, first * 2.0 ** (engine.deaths - 1))
-            logger.error("%s It starts again in %.0f s.", reason, delay)
+            logger.error("%s\nIt starts again in %.0f s.", reason, delay)
             engine.stage.now(f"ended (status {status}), starts again in {delay:.0f} s", timed=False)
             await asyncio.sleep(delay)
+
+    async def _start(self, engine: LocalEngine, http: aiohttp.ClientSession) -> tuple[Child, bool]:
+        """Start the process and wait until it answers; whether it does, or ended or took too long instead."""
+        engine.stage.now("waits for its turn")
+        async with engine.turn:
+            engine.stage.now("starting" if self._settings.simulate else "loading the model")
+            child = await Child.start(engine.command, log=engine.log, env=engine.env, grace_s=GRACE_S)
+            try:
+                return child, await self._until_up(engine, child, http)
+            except BaseException:
+                await child.stop()
+                raise
 
     async def _until_up(self, engine: LocalEngine, child: Child, http: aiohttp.ClientSession) -> bool:
         """Wait until the engine answers; False if it ended, or took too long."""

@@ -33,7 +33,7 @@ from chat_server.engine.launch import (
 )
 from chat_server.errors import StartError
 from chat_server.settings import DEMO_MODEL, Secret, Settings
-from tests.support.processes import children, descendants, wait_until_gone
+from tests.support.processes import children, descendants, wait_for_lines, wait_until_gone
 
 pytestmark = pytest.mark.server
 
@@ -268,6 +268,20 @@ def test_gpus_are_used_in_turn(engines: int, gpus: int, shares: list[tuple[int, 
     """Engines that share a GPU share its memory."""
     places = share_gpus(engines, [Gpu(index, "GPU", 80_000, 80_000) for index in range(gpus)])
     assert [(place.gpu, place.gpu_share) for place in places] == shares
+
+
+async def test_engines_on_one_gpu_start_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM measures the GPU's free memory when it starts; two at once would measure each other."""
+    monkeypatch.setattr("chat_server.engine.hardware.vllm_build", lambda: VllmBuild("vllm", "0", cpu=False))
+    monkeypatch.setattr("chat_server.engine.hardware.gpus", lambda: (Gpu(0, "a", 1, 1), Gpu(1, "b", 1, 1)))
+    script = f"echo $CUDA_VISIBLE_DEVICES >> {tmp_path / 'started'}; exec sleep 60"
+    monkeypatch.setattr(launch, "vllm_command", lambda *_rest, **_more: ["sh", "-c", script])
+    (tmp_path / "model").mkdir()
+    settings = Settings(engine_count=3, model=str(tmp_path / "model"), data_dir=tmp_path / "data")
+    async with running(settings) as (engines, _):
+        assert sorted(await asyncio.to_thread(wait_for_lines, tmp_path / "started", 2)) == ["0", "1"]
+        doing = [line.partition(",")[0] for line in engines.status().values()]
+        assert sorted(doing) == ["loading the model", "loading the model", "waits for its turn"]
 
 
 def test_a_model_is_a_folder_or_a_name(tmp_path: Path) -> None:
