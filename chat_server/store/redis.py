@@ -6,6 +6,7 @@ raises StoreUnavailable when the server can not be reached; the same call with t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -72,7 +73,7 @@ class Store:
                 url,
                 max_connections=max_connections,
                 timeout=_TIMEOUT_S,
-                socket_timeout=_TIMEOUT_S,
+                socket_timeout=None,  # see _translated
                 socket_connect_timeout=_CONNECT_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
                 retry_on_error=[RedisConnectionError],
@@ -331,22 +332,29 @@ class Store:
 
     @asynccontextmanager
     async def inbox(self) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Subscribe to what other replicas tell this one. Raises StoreUnavailable when the subscription breaks."""
-        subscription = self._redis.pubsub(ignore_subscribe_messages=True)
+        """Subscribe to what other replicas tell this one, from the moment when the block is entered.
+
+        Raises StoreUnavailable when the subscription breaks.
+        """
+        subscription = self._redis.pubsub()
         try:
             async with _translated():
                 await subscription.subscribe(keys.inbox(self.replica_id))
+                await subscription.get_message(timeout=None)  # the server's word that it holds
             yield self._listen(subscription)
         finally:
             await subscription.aclose()  # type: ignore[no-untyped-call]
 
     @staticmethod
     async def _listen(subscription: Any) -> AsyncIterator[bytes]:
-        async with _translated():
+        async with _translated(deadline=False):
             while True:
                 message = await subscription.get_message(timeout=_TIMEOUT_S / 2)
-                if message is not None and message["type"] == "message":
-                    yield message["data"]
+                if message is None:
+                    continue
+                if message["type"] != "message":  # redis-py subscribed anew: what was said meanwhile is not known
+                    raise StoreUnavailable("The subscription broke.")
+                yield message["data"]
 
     # --- private
 
@@ -379,10 +387,14 @@ def _is_unknown_function(error: object) -> bool:
 
 
 @asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """redis-py's errors -> ours."""
+async def _translated(*, deadline: bool = True) -> AsyncIterator[None]:
+    """redis-py's errors -> ours, and a deadline.
+
+    Not redis-py's own deadline: that one uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
+    """
     try:
-        yield
+        async with asyncio.timeout(_TIMEOUT_S if deadline else None):
+            yield
     except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
         raise StoreUnavailable(f"The store can not be reached ({type(error).__name__}).") from error
     except ResponseError as error:
