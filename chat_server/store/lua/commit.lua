@@ -9,6 +9,7 @@ register('commit', function(keys, args)
   local length = redis.call('STRLEN', keys[TEXT])
   if length < at then return {'short', length} end
   redis.call('SETRANGE', keys[TEXT], at, args[8])
+  if length == 0 then redis.call('PEXPIRE', keys[TEXT], redis.call('PTTL', keys[RESPONSE])) end
   tell(keys, args[2], 'text ', args[1], ' ', args[3], ' ', args[5], ' ', args[7], '\n', args[8])
   return {'ok', held[2]}
 end)
