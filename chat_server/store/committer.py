@@ -131,9 +131,15 @@ class Committer:
                 if writer.response.has_pending:
                     self.add(writer)
             else:
-                writer.lost = True
-                writer.on_lost(reply)
+                self._lose(writer, reply)
         except Exception:
             log.exception("A response failed while its text was told; it ends")
-            writer.lost = True
-            writer.on_lost("refused")
+            self._lose(writer, "refused")
+
+    @staticmethod
+    def _lose(writer: Writer, reply: CommitReply) -> None:
+        writer.lost = True
+        try:
+            writer.on_lost(reply)
+        except Exception:
+            log.exception("A response that was lost could not be ended in order")
