@@ -1,0 +1,125 @@
+"""Sessions in a real store, as the store's tests make and read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+
+from chat_server.core.ids import new_id
+from chat_server.core.items import Item, Part, Role, SessionSettings
+from chat_server.core.principal import Principal
+from chat_server.core.response import Begun, Outcome, Response
+from chat_server.store import keys, messages
+from chat_server.store.messages import AnyChange
+from chat_server.store.redis import Store
+from chat_server.store.replies import BeginReply, TextCommit
+from tests.core.answers import begun
+
+ANN = Principal("acme", "ann")
+MODEL = "m"
+TTL_S, EMPTY_TTL_S, MAX_ITEMS = 1000, 100, 8
+
+#: Every kind of text that JSON, Lua or UTF-8 could stumble over.
+TEXTS = [
+    "plain",
+    "",
+    "Grüezi, 你好, שלום",
+    "👩🏽‍💻 🇨🇭 e\u0301",
+    "\x00\x01\x1f\x7f in between \x00",
+    "\"quotes\" 'and' \\back\\slashes\\",
+    "lines\n\r\t\u2028\u2029\u0085",
+    "%d %s %1 {} [[ ]] --",
+    "\ufffd\ufffe\uffff\U0010ffff",
+    "text a b c 0\ntext",
+]
+
+
+def store_at(url: str, replica_id: str | None = None, **how: Any) -> Store:
+    """A store as one replica sees it."""
+    settings = {"ttl_s": TTL_S, "empty_ttl_s": EMPTY_TTL_S, "max_items": MAX_ITEMS, **how}
+    return Store(url, replica_id or new_id("replica"), **settings)
+
+
+async def new_session(store: Store) -> str:
+    session_id = new_id("sess")
+    await store.create_session(session_id, ANN, MODEL, SessionSettings())
+    return session_id
+
+
+def item(text: str = "Hello", id: str | None = None, role: Role = "user") -> Item:
+    part = Part(type="output_text" if role == "assistant" else "input_text", text=text)
+    return Item(id=id or new_id("item"), status="completed", role=role, content=[part])
+
+
+async def add(store: Store, session_id: str, *items: Item) -> AnyChange:
+    """Put items in at the end; the change that the last of them is."""
+    message = b""
+    for one in items:
+        added = await store.add_item(session_id, one, None)
+        assert added is not None
+        assert added.kind == "ok"
+        message = added.message
+    return change(message)
+
+
+async def begin(store: Store, session_id: str, token: str = "token_1", **changes: Any) -> tuple[Begun, BeginReply]:
+    """Ask for an answer with fresh ids, or those given."""
+    asked = begun(**{"id": new_id("resp"), "item_id": new_id("item"), "replica": store.replica_id, **changes})
+    reply = await store.begin(session_id, asked, Response(asked, previous_item_id=None).item(), token)
+    assert reply is not None
+    return asked, reply
+
+
+def commit(session_id: str, asked: Begun, text: str, at: str = "", token: str = "token_1") -> TextCommit:
+    """``text`` of an answer, which begins behind the text ``at``."""
+    return TextCommit(
+        session_id=session_id,
+        response_id=asked.id,
+        token=token,
+        epoch=asked.epochs[0][0],
+        byte_offset=len(at.encode()),
+        offset=len(at),
+        data=text.encode(),
+    )
+
+
+async def end(
+    store: Store,
+    session_id: str,
+    asked: Begun,
+    text: str,
+    token: str = "token_1",
+    *,
+    stored: str = "",
+    keep: bool = True,
+) -> bytes | str:
+    """End an answer with the whole ``text``, of which ``stored`` was committed."""
+    outcome = Outcome(status="completed", text_length=len(text), epochs=asked.epochs, keeps_item=keep)
+    whole = Response(asked, previous_item_id=None).make_item("completed", text, outcome)
+    rest = text[len(stored) :]
+    return await store.end(session_id, asked.id, token, whole, rest_offset=len(stored), rest=rest, outcome=outcome)
+
+
+def change(message: bytes | str | None) -> AnyChange:
+    """A change, out of the store's message."""
+    assert isinstance(message, bytes), message
+    decoded = messages.decode(message)
+    assert not isinstance(decoded, messages.Text)
+    return decoded
+
+
+async def ids(store: Store, session_id: str) -> list[str]:
+    """The conversation's ids, in order."""
+    reply = await store.last_items(session_id, 0)
+    assert reply is not None
+    return [one.id for one in reply[2]]
+
+
+async def lives(raw: redis.asyncio.Redis, session_id: str) -> dict[str, int]:
+    """Seconds that each key of a session has to live, by the key's last part; -1: for ever."""
+    found = {}
+    for key in keys.session_keys(session_id):
+        if await raw.exists(key):
+            found[key.rpartition(":")[2]] = await raw.ttl(key)
+    return found

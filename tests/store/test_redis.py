@@ -1,0 +1,447 @@
+"""The store's operations, each one script, on a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from chat_server.core.items import SessionSettings, encode_item
+from chat_server.core.placement import Binding
+from chat_server.core.principal import Principal
+from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.store import keys
+from chat_server.store import redis as store_module
+from chat_server.store.embedded import EmbeddedValkey
+from chat_server.store.messages import ItemGone, ItemPut, ResponseBegan, ResponseEnded, SettingsChanged
+from chat_server.store.redis import Store, library
+from tests.store.sessions import (
+    ANN,
+    EMPTY_TTL_S,
+    MAX_ITEMS,
+    MODEL,
+    TEXTS,
+    TTL_S,
+    add,
+    begin,
+    change,
+    commit,
+    end,
+    ids,
+    item,
+    lives,
+    new_session,
+    store_at,
+)
+
+pytestmark = [pytest.mark.valkey, pytest.mark.asyncio(loop_scope="module")]
+
+
+# --- sessions
+
+
+async def test_a_session_is_there_as_it_was_made(store: Store) -> None:
+    """Owner, model and settings, of whatever characters; a session's id is given once."""
+    settings = SessionSettings(instructions=TEXTS[5] + TEXTS[3], max_output_tokens=7, top_p=0.5, stop=("a", '"'))
+    await store.create_session("sess_made", Principal("acme", "ann"), 'org/"model"', settings)
+    state = await store.watch("sess_made")
+    assert state is not None
+    assert (state.owner, state.model, state.settings) == (Principal("acme", "ann"), 'org/"model"', settings)
+    assert (state.item_count, state.running) == (0, None)
+    with pytest.raises(StoreError):
+        await store.create_session("sess_made", ANN, MODEL, SessionSettings())
+
+
+async def test_what_is_not_there_is_gone(store: Store) -> None:
+    """No operation makes a session out of nothing."""
+    assert await store.watch("sess_none") is None
+    assert await store.update_session("sess_none", MODEL, SessionSettings()) is None
+    assert await store.add_item("sess_none", item(), None) is None
+    assert await store.get_item("sess_none", "item_none") is None
+    assert await store.delete_item("sess_none", item()) == "gone"
+    assert await store.last_items("sess_none", 0) is None
+    assert await store.bind("sess_none", None, Binding("e", "1")) is None
+    assert await store.take_over("sess_none", "token_1", "token_2") is False
+    await store.unwatch("sess_none")
+    assert await store.watch("sess_none") is None
+
+
+async def test_a_session_knows_since_when_nobody_listens(
+    stores: Callable[..., Store], raw: redis.asyncio.Redis
+) -> None:
+    """From the last that leaves to the next that comes."""
+    one, two = stores(), stores()
+    session_id = await new_session(one)
+    [name, *_] = keys.session_keys(session_id)
+    for store in (one, two):
+        await store.watch(session_id)
+    await one.unwatch(session_id)
+    assert await raw.hget(name, "unwatched_since") is None
+    await two.unwatch(session_id)
+    assert int(await raw.hget(name, "unwatched_since") or 0) > 1_700_000_000_000
+    await one.watch(session_id)
+    assert await raw.hget(name, "unwatched_since") is None
+
+
+async def test_every_change_follows_the_one_before(stores: Callable[..., Store]) -> None:
+    """Versions only grow, each change says the one before it, and what is no change leaves it alone."""
+    store = stores()
+    session_id = await new_session(store)
+    state = await store.watch(session_id)
+    assert state is not None
+    version = state.version
+    first = item()
+    told = [await add(store, session_id, first)]
+    changes = [change(await store.update_session(session_id, MODEL, SessionSettings(instructions="x")))]
+    asked, reply = await begin(store, session_id)
+    changes.append(change(reply.message))
+    await store.commit([commit(session_id, asked, "text is no change")])
+    await store.add_item(session_id, first, None)  # nor is a duplicate
+    changes.append(change(await end(store, session_id, asked, "text is no change")))
+    deleted = await store.delete_item(session_id, first)
+    changes.append(change(deleted))
+    assert [type(one) for one in (*told, *changes)] == [
+        *(ItemPut, SettingsChanged, ResponseBegan, ResponseEnded, ItemGone)
+    ]
+    last = told[-1].version
+    assert last > version
+    for one in changes:
+        assert one.before == last
+        assert one.version > one.before
+        last = one.version
+    state = await store.watch(session_id)
+    assert state is not None
+    assert state.version == last
+
+
+async def test_other_sessions_are_not_touched(store: Store, raw: redis.asyncio.Redis) -> None:
+    """An operation reads and writes the keys of its own session only."""
+    other, session_id = await new_session(store), await new_session(store)
+    await add(store, other, item())
+    await begin(store, other)
+    names = keys.session_keys(other)
+    before = [await raw.dump(name) for name in names]
+    await add(store, session_id, one := item())
+    asked, _ = await begin(store, session_id)
+    await store.commit([commit(session_id, asked, "Hello")])
+    await end(store, session_id, asked, "Hello")
+    await store.delete_item(session_id, one)
+    assert [await raw.dump(name) for name in names] == before
+
+
+async def test_a_user_has_so_many_sessions(store: Store) -> None:
+    """Each counted once, however often it was used; those that ended their life are not counted."""
+    user = Principal("acme", "counted")
+    now = 10_000_000_000
+    assert await store.session_count(user, now) == 0
+    for session_id, at in (("a", now), ("b", now), ("b", now + 1), ("c", now - TTL_S * 1000 + 5)):
+        await store.note_session(user, session_id, at)
+    assert await store.session_count(user, now) == 3
+    assert await store.session_count(user, now + 10) == 2
+    assert await store.session_count(Principal("acme", "other"), now) == 0
+
+
+# --- items
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+async def test_every_text_comes_back_as_it_was(store: Store, raw: redis.asyncio.Redis, text: str) -> None:
+    """Byte for byte, as an item, in messages, as text of a running answer and as its rest."""
+    session_id = await new_session(store)
+    one = item(text)
+    added = await store.add_item(session_id, one, None)
+    assert added is not None
+    put = change(added.message)
+    assert isinstance(put, ItemPut)
+    assert put.item == one
+    assert await store.get_item(session_id, one.id) == one
+    assert await raw.hget(keys.session_keys(session_id)[1], one.id) == encode_item(one)
+    again = await store.add_item(session_id, one, None)
+    assert again is not None
+    assert again.kind == "duplicate"
+    asked, reply = await begin(store, session_id, metadata={"k": text}, instructions=text)
+    assert reply.items == (one,)
+    if text:
+        await store.commit([commit(session_id, asked, text)])
+    state = await store.watch(session_id)
+    assert state is not None
+    assert state.running is not None
+    assert (state.running.text, state.running.begun) == (text, asked)
+    ended = change(await end(store, session_id, asked, text + text, stored=text))
+    assert isinstance(ended, ResponseEnded)
+    assert ended.rest == text
+    stored = await store.get_item(session_id, asked.item_id)
+    assert stored is not None
+    assert stored.text == text + text
+
+
+async def test_items_take_their_place(store: Store) -> None:
+    """At the end, at the start, or behind another; never behind one that is not there."""
+    session_id = await new_session(store)
+    places = [("b", None, None), ("d", None, "b"), ("a", "root", None), ("c", "b", "b"), ("e", "d", "d")]
+    for id, previous, before in places:
+        added = await store.add_item(session_id, item(id, id), previous)
+        assert added is not None
+        put = change(added.message)
+        assert isinstance(put, ItemPut)
+        assert put.previous == before
+    refused = await store.add_item(session_id, item("f", "f"), "nobody")
+    assert refused is not None
+    assert refused.kind == "no_previous"
+    assert await ids(store, session_id) == ["a", "b", "c", "d", "e"]
+    for id, before in zip("abcde", [None, *"abcd"], strict=True):
+        again = await store.add_item(session_id, item(id, id), "e")
+        assert again is not None
+        assert (again.kind, again.previous) == ("duplicate", before)
+
+
+async def test_one_id_is_one_item(store: Store) -> None:
+    """The same content is a harmless retry, another a conflict; both change nothing."""
+    session_id = await new_session(store)
+    await add(store, session_id, item("Hello", "mine"))
+    before = await store.watch(session_id)
+    for other in (item("Hello!", "mine"), item("Hello", "mine", role="system")):
+        reply = await store.add_item(session_id, other, None)
+        assert reply is not None
+        assert reply.kind == "conflict"
+    assert await store.watch(session_id) == before
+
+
+async def test_a_conversation_has_so_many_items(store: Store) -> None:
+    """Above the bound neither an item nor an answer is taken; what is there already still is a duplicate."""
+    session_id = await new_session(store)
+    items = [item() for _ in range(MAX_ITEMS)]
+    await add(store, session_id, *items)
+    for one, kind in ((item(), "full"), (items[0], "duplicate")):
+        reply = await store.add_item(session_id, one, None)
+        assert reply is not None
+        assert reply.kind == kind
+    assert (await begin(store, session_id))[1].kind == "full"
+    await store.delete_item(session_id, items[0])
+    assert (await begin(store, session_id))[1].kind == "ok"
+
+
+async def test_a_deleted_item_is_gone_and_its_id_is_free(store: Store) -> None:
+    """Told with its id; deleting it again is told to be nothing."""
+    session_id = await new_session(store)
+    one = item("Hello", "mine")
+    await add(store, session_id, item(id="a"), one, item(id="b"))
+    gone = change(await store.delete_item(session_id, one))
+    assert isinstance(gone, ItemGone)
+    assert gone.item_id == "mine"
+    assert await store.delete_item(session_id, one) == "gone"
+    assert await ids(store, session_id) == ["a", "b"]
+    await add(store, session_id, item("Other", "mine"))
+    assert await ids(store, session_id) == ["a", "b", "mine"]
+
+
+@pytest.mark.parametrize(("count", "first", "previous"), [(0, 0, None), (1, 3, "2"), (3, 1, "0"), (9, 0, None)])
+async def test_the_last_items_come_in_order(store: Store, count: int, first: int, previous: str | None) -> None:
+    """With the version that they were read at, and the item before them."""
+    session_id = await new_session(store)
+    told = await add(store, session_id, *(item(id=str(n)) for n in range(4)))
+    reply = await store.last_items(session_id, count)
+    assert reply is not None
+    assert (reply[0], reply[1]) == (told.version, previous)
+    assert [one.id for one in reply[2]] == [str(n) for n in range(first, 4)]
+
+
+async def test_a_long_conversation_is_read_whole(stores: Callable[..., Store], raw: redis.asyncio.Redis) -> None:
+    """Lua hands on some thousand values at most; ten thousand items come all the same, as history and as a prompt."""
+    store = stores(max_items=20_000)
+    session_id = await new_session(store)
+    many = [item(str(n), f"item_{n}") for n in range(10_000)]
+    _, items, order, *_ = keys.session_keys(session_id)
+    await raw.hset(items, mapping={one.id: encode_item(one) for one in many})
+    await raw.rpush(order, *(one.id for one in many))
+    reply = await store.last_items(session_id, 0)
+    assert reply is not None
+    assert reply[2] == many
+    assert (await begin(store, session_id))[1].items == tuple(many)
+
+
+# --- leases
+
+
+async def test_a_replica_lives_as_long_as_it_says(stores: Callable[..., Store], raw: redis.asyncio.Redis) -> None:
+    """Its lease ends by itself, at its own end, or when another knows that it is gone."""
+    one, two, three = stores("replica_a"), stores("replica_b"), stores("replica_c")
+    assert not await two.is_alive("replica_a")
+    for store in (one, two):
+        await store.renew_lease(1_000_000)
+    assert await two.is_alive("replica_a")
+    assert 0 < await raw.pttl(keys.replica("replica_a")) <= store_module.LEASE_MS
+    await one.drop_lease()
+    assert not await two.is_alive("replica_a")
+    assert await one.is_alive("replica_b")
+    await three.forget_replicas()
+    assert not await one.is_alive("replica_b")
+    await three.renew_lease(1_000_000 + 60_001)
+    assert await raw.zrange(keys.REPLICAS, 0, -1) == [b"replica_c"]
+
+
+# --- lives
+
+
+async def test_all_keys_of_a_session_live_equally_long(store: Store, raw: redis.asyncio.Redis) -> None:
+    """Short without items, long with them, from the last use on; a running answer's text is no exception."""
+    session_id = await new_session(store)
+    await store.watch(session_id)
+    assert set((await lives(raw, session_id)).values()) == {EMPTY_TTL_S}
+    one = item()
+    await add(store, session_id, one)
+    asked, _ = await begin(store, session_id, in_reply_to=one.id)
+    for text, before in (("Hel", ""), ("lo", "Hel")):
+        await store.commit([commit(session_id, asked, text, before)])
+    found = await lives(raw, session_id)
+    assert len(found) == 7
+    assert set(found.values()) <= {TTL_S, TTL_S - 1}
+    for name in keys.session_keys(session_id):
+        await raw.expire(name, 50)
+    await store.watch(session_id)
+    assert set((await lives(raw, session_id)).values()) == {TTL_S}
+    await end(store, session_id, asked, "Hello", stored="Hello")
+    for id in (one.id, asked.item_id):
+        await store.delete_item(session_id, item(id=id))
+    assert set((await lives(raw, session_id)).values()) == {EMPTY_TTL_S}
+
+
+# --- a server that forgets, hangs, or is away
+
+
+async def test_functions_that_the_server_lost_are_loaded_again(store: Store, raw: redis.asyncio.Redis) -> None:
+    """In mid-use, by whichever operation comes first, also by many at once; those of others are left alone."""
+    session_id = await new_session(store)
+    asked, _ = await begin(store, session_id)
+    theirs = "#!lua name=theirs\nredis.register_function('theirs', function() return 'ok' end)"
+    for operation in (
+        lambda: store.commit([commit(session_id, asked, "Hello")]),
+        lambda: store.watch(session_id),
+        lambda: asyncio.gather(*(add(store, session_id, item()) for _ in range(4))),
+        lambda: end(store, session_id, asked, "Hello", stored="Hello"),
+    ):
+        await raw.function_flush()
+        await raw.function_load(theirs)
+        assert await operation()
+        assert await raw.fcall("theirs", 0) == b"ok"
+        await raw.function_delete("theirs")
+    stored = await store.get_item(session_id, asked.item_id)
+    assert stored is not None
+    assert stored.text == "Hello"
+
+
+async def test_the_functions_are_named_after_their_code() -> None:
+    """Replicas of two versions run side by side on one server, each with its own."""
+    prefix, code = library()
+    assert code.startswith(f"#!lua name={prefix}lib\n")
+    assert prefix in code
+    assert library() == (prefix, code)
+
+
+async def test_a_store_that_is_away_is_unavailable_and_comes_back(tmp_path: Path) -> None:
+    """Every operation says so; after a restart of the server all goes on, with all data."""
+    valkey = EmbeddedValkey(tmp_path)
+    store = store_at(await valkey.start())
+    try:
+        await store.open()
+        session_id = await new_session(store)
+        first = item()
+        await add(store, session_id, first)
+        asked, _ = await begin(store, session_id)
+        await store.commit([commit(session_id, asked, "Hello")])
+        before = await store.watch(session_id)
+        await valkey.stop()
+        for operation in (
+            store.ping,
+            store.open,
+            lambda: store.watch(session_id),
+            lambda: store.add_item(session_id, item(), None),
+            lambda: store.get_item(session_id, first.id),
+            lambda: store.commit([commit(session_id, asked, "!", "Hello")]),
+            lambda: end(store, session_id, asked, "Hello"),
+            lambda: store.renew_lease(1),
+            lambda: store.session_count(ANN, 1),
+        ):
+            with pytest.raises(StoreUnavailable):
+                await operation()
+        with pytest.raises(StoreUnavailable):
+            async with store.inbox():
+                pass
+        await valkey.start()
+        assert await store.watch(session_id) == before
+        assert await store.commit([commit(session_id, asked, "!", "Hello")]) == ["ok"]
+        assert isinstance(await end(store, session_id, asked, "Hello!", stored="Hello!"), bytes)
+    finally:
+        await store.close()
+        await valkey.stop()
+
+
+async def test_a_store_that_hangs_is_unavailable(
+    store: Store, raw: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a deadline, and the connections that waited are not used again with somebody else's answers."""
+    monkeypatch.setattr(store_module, "_TIMEOUT_S", 0.1)
+    session_id = await new_session(store)
+    await add(store, session_id, item(id="a"))
+    pid = (await raw.info("server"))["process_id"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        results = await asyncio.gather(*(store.ping() for _ in range(5)), return_exceptions=True)
+        assert {type(result) for result in results} == {StoreUnavailable}
+        with pytest.raises(StoreUnavailable):
+            await store.commit([])
+            await store.get_item(session_id, "a")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    assert await ids(store, session_id) == ["a"]
+    assert [one.id for one in await asyncio.gather(*(store.get_item(session_id, "a") for _ in range(9))) if one] == [
+        "a"
+    ] * 9
+
+
+async def test_a_call_can_be_cancelled_at_any_moment(store: Store) -> None:
+    """The cancellation is never lost, else a server would not stop; and the next call is answered as it should be."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+
+    async def call_for_ever() -> None:
+        while True:
+            await store.ping()
+
+    for _ in range(300):
+        task = asyncio.create_task(call_for_ever())
+        for _ in range(dice.randrange(12)):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        assert done, "the cancellation was swallowed"
+        with suppress(asyncio.CancelledError):
+            await task
+    session_id = await new_session(store)
+    assert await store.last_items(session_id, 0) is not None
+
+
+async def test_a_server_that_is_too_old_is_refused_for_good(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """StoreError, not StoreUnavailable: waiting does not help."""
+    monkeypatch.setattr(store, "_code", "#!lua name=x\nthis is no Lua")
+    with pytest.raises(StoreError, match="version 7") as error:
+        await store.open()
+    assert not isinstance(error.value, StoreUnavailable)
+
+
+async def test_what_is_no_item_is_said(store: Store, raw: redis.asyncio.Redis) -> None:
+    """Somebody else's bytes under our keys are not taken for a message."""
+    session_id = await new_session(store)
+    await raw.hset(keys.session_keys(session_id)[1], "x", b"{}")
+    with pytest.raises(msgspec.ValidationError):
+        await store.get_item(session_id, "x")
