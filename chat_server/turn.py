@@ -200,7 +200,7 @@ class Conductor:
             )
             return None, "failed", details
         except EngineRefused as error:
-            return None, "failed", _details("failed", error.code, str(error), type="invalid_request_error")
+            return None, "failed", _refused(error)
         except EngineError as error:
             return (
                 None,
@@ -324,6 +324,17 @@ def _details(
         retry_after_ms=UNSET if retry_after_ms is None else retry_after_ms,
     )
     return StatusDetails(type=status, error=error)  # type: ignore[arg-type]
+
+
+def _refused(error: EngineRefused) -> StatusDetails:
+    """An engine's no: to this request, with its reason; or to us (a key, a path), which is not the caller's doing."""
+    if error.status not in (400, 413, 422):
+        log.error("Engine %s refused us with status %d: %s", error.engine, error.status, error)
+        return _details("failed", "engine_refused", "The engine does not take requests from this server.")
+    # vLLM has no code of its own for it.
+    too_long = "context length" in str(error)
+    code = "context_length_exceeded" if too_long else "invalid_request"
+    return _details("failed", code, str(error), type="invalid_request_error")
 
 
 def _is_cancelled() -> bool:
