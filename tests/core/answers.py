@@ -108,6 +108,7 @@ class Reader:
         if frame is None:
             return None
         event: dict[str, Any] = json.loads(frame)
+        assert not self.events or self.events[-1]["type"] != "response.done", f"after the end: {event}"
         events.check(event, extensions=True)
         assert event["event_id"] not in {earlier["event_id"] for earlier in self.events}
         if event["type"] == "response.output_text.delta":

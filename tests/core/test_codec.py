@@ -52,7 +52,7 @@ def judge(frame: str | bytes) -> BadEvent | None:
 # --- any input
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.one_of(st.binary(max_size=60), st.text(st.characters(), max_size=60)))
 @example(b"")
 @example("\ud800")
@@ -65,14 +65,14 @@ def test_any_bytes_or_text_are_refused_in_order(frame: str | bytes) -> None:
     assert error is not None
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(json_values)
 def test_any_json_value_is_refused_in_order(value: Any) -> None:
     """Also numbers that no float holds and NaN, which JSON has not."""
     assert judge(json.dumps(value)) is not None
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(mutated_events())
 def test_a_mutated_event_is_decoded_or_refused_in_order(mutant: dict[str, Any]) -> None:
     """Wrong types, missing fields and unknown ones, at any depth; the refusal echoes the event's id."""
@@ -83,7 +83,7 @@ def test_a_mutated_event_is_decoded_or_refused_in_order(mutant: dict[str, Any]) 
         assert error.event_id == (sent if isinstance(sent, str) and len(sent) <= 512 else None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(kinds, st.data())
 def test_a_refusal_repeats_nothing_of_the_content(kind: str, data: st.DataObject) -> None:
     """It says which field and which type; what the client wrote into it may be private, and of any length."""

@@ -131,7 +131,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(turns, st.integers(1, 2000), st.sampled_from(["", "Be brief.", "é" * 100]))
 def test_prompt_and_answer_always_fit_the_window(turns: list[Any], window: int, instructions: str) -> None:
     """For the worst tokenizer, a token a byte, and a template that adds ten tokens round each message."""

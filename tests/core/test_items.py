@@ -48,7 +48,7 @@ def message(**changes: Any) -> Item:
     return Item(**{"id": "item_1", "status": "completed", "role": "user", "content": [], **changes})
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(answers)
 def test_an_item_is_read_back_as_it_was_stored(item: Item) -> None:
     """Also with fields that were not set."""

@@ -200,7 +200,7 @@ def test_what_was_not_taken_can_not_be_stored() -> None:
     assert snapshot(response) == was
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([*PIECES, None, None]), max_size=40))
 def test_commits_and_rest_are_the_text_that_came(pieces: list[str | None]) -> None:
     """Each begins where the one before ended, in code points and in bytes. (None: the store answers, and is asked.)"""
@@ -229,6 +229,7 @@ def test_commits_and_rest_are_the_text_that_came(pieces: list[str | None]) -> No
 # --- what is told
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(PIECES), max_size=8))
 def test_the_text_can_be_read_from_any_place(pieces: list[str]) -> None:
     """However it came in pieces."""

@@ -46,7 +46,7 @@ def content(text: str) -> list[dict[str, Any]]:
     return [{"type": "output_text", "text": text}]
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(schedules, endings, schedules)
 def test_any_play_is_told_right(schedule: list[Step], ending: tuple[ResponseStatus, int], after: list[Step]) -> None:
     """Text, commits, joins and reads in any order, cut or not: see ``Play`` for what holds at every frame."""
