@@ -182,6 +182,7 @@ class Outbox:
         # Half a tick early rather than half a tick late.
         if self.extensions and now - self._sent_at >= interval - 0.5 and self._socket.can_write:
             self.push(Heartbeat(now_ms=now_ms, state=state, response_id=response_id))  # type: ignore[arg-type]
+            self._sent_at, self._wrote = now, False
 
     def close(self) -> None:
         """Forget what waits: nothing more is told."""
