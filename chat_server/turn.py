@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: engines that are tried for one answer while none has given any text.
 _MAX_ATTEMPTS = 3
+#: seconds that an answer waits for engines that start, beyond the usual wait: a large model loads for minutes.
+_STARTING_S = 900.0
 #: seconds that an end waits for a store that is away, and between its tries.
 _END_S = 600.0
 _END_RETRY_S = 0.25
@@ -228,15 +230,7 @@ class Conductor:
 
     async def _place(self, turn: Turn) -> Engine:
         """The engine for this turn, and the session bound to it. Raises _NoEngine if none comes up in time."""
-        model = turn.response.begun.model
-        healthy = self._fleet.healthy(model)
-        if not healthy:
-            try:
-                healthy = await self._fleet.wait_healthy(model, self._limits.max_queue_s)
-            except TimeoutError:
-                raise _NoEngine(
-                    f"No engine that serves {model} came up within {self._limits.max_queue_s:.0f} s."
-                ) from None
+        healthy = await self._healthy(turn.response.begun.model)
         while True:
             engine = place(turn.session_id, turn.binding, healthy)
             assert engine is not None, "one is healthy"
@@ -249,6 +243,23 @@ class Conductor:
                 turn.binding = wanted
                 return engine
             turn.binding = holds
+
+    async def _healthy(self, model: str) -> list[Engine]:
+        """The engines that can answer for ``model``; waits for one. Raises _NoEngine if none comes up in time.
+
+        Engines that start are waited for, for a while: who wrote while they load gets an answer, not an error.
+        """
+        if healthy := self._fleet.healthy(model):
+            return healthy
+        deadline = time.monotonic() + _STARTING_S
+        while True:
+            try:
+                return await self._fleet.wait_healthy(model, self._limits.max_queue_s)
+            except TimeoutError:
+                starting = any(engine.state == "starting" for engine in self._fleet.engines)
+                if not starting or time.monotonic() > deadline:
+                    waited = f"within {self._limits.max_queue_s:.0f} s"
+                    raise _NoEngine(f"No engine that serves {model} came up {waited}.") from None
 
     def _request(self, turn: Turn, engine: Engine) -> ChatRequest:
         begun = turn.response.begun

@@ -112,12 +112,14 @@ class Http:
 
 
 class SecurityHeaders:
-    """ASGI middleware: the headers that every HTTP answer of ours has."""
+    """ASGI middleware: the headers that every HTTP answer of ours has, where it does not say otherwise."""
 
     _HEADERS = (
         (b"x-content-type-options", b"nosniff"),
         (b"referrer-policy", b"no-referrer"),
         (b"cross-origin-opener-policy", b"same-origin"),
+        # Ask each time, by ETag: after an upgrade no page runs with modules of two versions.
+        (b"cache-control", b"no-cache"),
     )
 
     def __init__(self, app: ASGIApp) -> None:
@@ -130,7 +132,9 @@ class SecurityHeaders:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *self._HEADERS]
+                headers = list(message.get("headers", ()))
+                given = {name.lower() for name, _ in headers}
+                message["headers"] = [*headers, *(pair for pair in self._HEADERS if pair[0] not in given)]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

@@ -214,6 +214,8 @@ def write_safetensors(gguf: Path, target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype="bfloat16", quantization_config=GgufConfig(dequantize=True)
     )
+    # What the model's card recommends; engines take it as their default. At the usual 1.0 so small a model babbles.
+    model.generation_config.update(do_sample=True, temperature=0.2, top_p=0.9)
     model.save_pretrained(str(target))
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(str(target))
 
