@@ -6,8 +6,8 @@ ChatServerError
 │   └── StoreUnavailable   it is away; retrying helps
 ├── EngineError       an engine did not do what was asked
 │   ├── EngineRefused      it said no to this request (4xx): the request's fault, its reason is for the caller
-│   ├── EngineUnavailable  connect failed, 5xx, cut or silent: another attempt may work
-│   └── EngineBusy         503 with the engine's own admission limit: later, or elsewhere
+│   └── EngineUnavailable  connect failed, 5xx, cut or silent: another attempt may work
+│       └── EngineBusy     503 with the engine's own admission limit: later, or elsewhere
 └── ClientError       the caller: becomes an ``error`` event, or an HTTP refusal before the upgrade
 """
 

@@ -6,6 +6,7 @@ The command line fills it (each flag has an environment variable, see ``cli.py``
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,37 +152,60 @@ def parse_engine(text: str) -> EngineAddress:
     name, sep, rest = text.partition("=")
     named = bool(sep) and "://" not in name
     url = (rest if named else text).rstrip("/").removesuffix("/v1")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and (name or not named)
+    except ValueError:  # a port that is none, a bracket that is not closed
+        usable = False
+    if not usable:
         raise StartError(f"--engine {text!r} is no http(s) URL. Example: --engine http://10.0.0.5:8000")
+    if parts.username or parts.password:
+        raise StartError("An --engine URL holds a password, which would show in logs. Give it as --engine-api-key.")
     return EngineAddress(url=url, name=name if named else None)
+
+
+#: What a key may be made of (a token of RFC 9110, 5.6.2): browsers send it as a subprotocol.
+_KEY = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_NAME = re.compile(r"[^\s/:]+(/[^\s/:]+)?")
 
 
 def parse_api_keys(values: Sequence[str]) -> tuple[tuple[Secret, Principal], ...]:
     """``KEY``, ``USER:KEY``, ``TENANT/USER:KEY`` or the path of a file with one of these per line -> keys.
 
     Blank lines and lines that start with ``#`` are left out. A key without a name is its own user, ``key-N`` by its
-    place. Raises StartError for an empty or doubled key, or a name with a slash too many.
+    place. Raises StartError, which never shows a key, for whatever can not be meant.
     """
     lines: list[str] = []
     for value in values:
-        path = Path(value)
-        if "/" in value and path.is_file():
-            lines += [line.strip() for line in path.read_text().splitlines()]
-        else:
-            lines.append(value.strip())
+        is_path = ("/" in value and ":" not in value) or Path(value).is_file()
+        lines += _key_file(Path(value)) if is_path else [value]
     keys: dict[Secret, Principal] = {}
-    for line in lines:
+    for line in map(str.strip, lines):
         if not line or line.startswith("#"):
             continue
-        owner, sep, key = line.rpartition(":")
-        if not key:
-            raise StartError("An --api-key is empty. Write KEY, USER:KEY or TENANT/USER:KEY.")
-        tenant, slash, user = owner.rpartition("/")
-        if sep and (not user or (slash and not tenant) or "/" in tenant):
+        owner, named, key = line.rpartition(":")
+        if not _KEY.fullmatch(key):
+            raise StartError(
+                "An --api-key is empty or holds a character that can not be sent. "
+                "Write KEY, USER:KEY or TENANT/USER:KEY; a key is made of letters, digits and !#$%&'*+-.^_`|~"
+            )
+        if named and not _NAME.fullmatch(owner):
             raise StartError("The name before the colon of an --api-key must be USER or TENANT/USER.")
+        tenant, _, user = owner.rpartition("/")
         principal = Principal(tenant or "default", user or f"key-{len(keys) + 1}")
         if Secret(key) in keys:
             raise StartError(f"Two --api-key values are the same (the second belongs to {principal.key}).")
+        if not named and principal in keys.values():
+            raise StartError(f"An --api-key without a name would belong to {principal.key}, who has one. Name it.")
         keys[Secret(key)] = principal
+    if values and not keys:
+        raise StartError("--api-key was given but holds no key, so everybody could come in. Write one into it.")
     return tuple(keys.items())
+
+
+def _key_file(path: Path) -> list[str]:
+    try:
+        return path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise StartError(f"The file of --api-key {path} can not be read: {reason}.") from None

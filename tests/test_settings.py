@@ -320,3 +320,49 @@ def test_the_defaults_are_safe() -> None:
     """Loopback only, and a bound for everything that one caller may use."""
     Settings().check()
     assert all(value > 0 for value in dataclasses.asdict(Limits()).values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://[::1", "http://h:99999", "http://h:x", "=http://h", "ftp://h", "h:8000", ""],
+)
+def test_an_engine_address_that_can_not_be_meant_is_refused(text: str) -> None:
+    """Also ports and brackets that the URL parser stumbles over: StartError, with an example."""
+    with pytest.raises(StartError, match="Example"):
+        parse_engine(text)
+
+
+def test_a_password_in_an_engine_address_is_refused_and_not_shown() -> None:
+    """It would stand in logs; the flag for it is named."""
+    with pytest.raises(StartError, match="--engine-api-key") as caught:
+        parse_engine("http://user:hunter2@h:8000")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["/no/such/file", "ada:sk:abc", "", "a b", "a/b/c:key", ":key", "ada:"])
+def test_a_key_that_can_not_be_meant_is_refused(value: str) -> None:
+    """A mistyped path, a colon too many, nothing at all: never a key that nobody knows of."""
+    with pytest.raises(StartError):
+        parse_api_keys([value])
+
+
+def test_a_file_without_a_key_is_refused(tmp_path: Path) -> None:
+    """Else the server would be open, although keys were asked for."""
+    file = tmp_path / "keys.txt"
+    file.write_text("# none yet\n\n")
+    with pytest.raises(StartError, match="holds no key"):
+        parse_api_keys([str(file)])
+
+
+def test_a_file_in_this_folder_needs_no_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--api-key keys.txt`` means the file if there is one."""
+    monkeypatch.chdir(tmp_path)
+    Path("keys.txt").write_text("ada:sk-1\n")
+    ((key, principal),) = parse_api_keys(["keys.txt"])
+    assert (key.reveal(), principal.user) == ("sk-1", "ada")
+
+
+def test_a_key_without_a_name_never_gets_anothers(tmp_path: Path) -> None:
+    """``key-2`` by its place, but somebody was given that name: two callers would share their conversations."""
+    with pytest.raises(StartError, match="Name it"):
+        parse_api_keys(["key-2:A", "B"])

@@ -42,7 +42,7 @@ class SessionPatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     temperature: Temperature | UnsetType | None = UNSET  # +
     top_p: TopP | UnsetType | None = UNSET  # +
     stop: Stop | UnsetType | None = UNSET  # +
-    flush: Flush | UnsetType = UNSET  # +, of this connection; the rest is the session's
+    flush: Flush | UnsetType | None = UNSET  # +, of this connection; the rest is the session's
     tools: list[Any] | UnsetType | None = UNSET  # must be empty so far
     # Of the API, accepted and ignored, not echoed.
     audio: Any = None

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from chat_server.core.client_events import ItemIn
+from chat_server.errors import ClientError
 
 Role = Literal["user", "assistant", "system"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -141,15 +142,14 @@ def decode_item(raw: bytes) -> Item:
 
 
 def item_from_client(item: ItemIn, item_id: str) -> Item:
-    """A client's message as an item of the conversation."""
-    return Item(
-        id=item_id,
-        status="completed",
-        role=item.role,
-        content=[
-            Part(type="output_text" if item.role == "assistant" else "input_text", text=p.text) for p in item.content
-        ],
-    )
+    """A client's message as an item of the conversation. Raises ClientError for a part of another role's kind."""
+    kind: Literal["input_text", "output_text"] = "output_text" if item.role == "assistant" else "input_text"
+    for index, part in enumerate(item.content):
+        if part.type != kind:
+            message = f"A part of a message of role `{item.role}` is `{kind}`."
+            raise ClientError("invalid_value", message, param=f"item.content[{index}].type")
+    content = [Part(type=kind, text=part.text) for part in item.content]
+    return Item(id=item_id, status="completed", role=item.role, content=content)
 
 
 def to_wire(value: Any) -> bytes:

@@ -169,8 +169,9 @@ class Realtime:
         """``flush`` is the connection's, the rest the session's; an error changes neither."""
         before = connection.flush
         if patch.flush is not UNSET:
-            check_flush(patch.flush, "session.flush")
-            connection.flush = patch.flush
+            flush = patch.flush or Flush()
+            check_flush(flush, "session.flush")
+            connection.flush = flush
         try:
             await self._commands.update(live, patch=patch)
         except BaseException:
