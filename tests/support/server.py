@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -71,7 +72,7 @@ class RunningServer:
             await self.stop()
             raise AssertionError(f"the server was not ready within {READY_S} s")
         self.url = listening.result()
-        self.settings = replace(self.settings, port=int(self.url.rpartition(":")[2]))
+        self.settings = replace(self.settings, port=urlsplit(self.url).port or 0)
 
     async def stop(self) -> None:
         """Stop it; an error that ended it before is raised here."""
