@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from chat_server.core import close_codes
@@ -133,14 +134,12 @@ class LiveSession:
                 self._tell(encode(ItemDeleted(item_id=change.item_id)))
             case SettingsChanged():
                 self.model, self.settings = change.model, change.settings
-                for connection in list(self.connections):
-                    connection.outbox.push(SessionUpdated(session=self.object(connection)))
+                self._each(lambda connection: connection.outbox.push(SessionUpdated(session=self.object(connection))))
             case ResponseBegan():
                 self.item_count += 1
-                self.response = Response(change.begun, previous_item_id=change.previous)
+                self.response = response = Response(change.begun, previous_item_id=change.previous)
                 self.response_owner, self.response_token = change.begun.replica, change.token
-                for connection in list(self.connections):
-                    connection.outbox.begin(self.response)
+                self._each(lambda connection: connection.outbox.begin(response))
             case ResponseEnded():
                 self._end(change)
             case _:
@@ -166,8 +165,7 @@ class LiveSession:
         self.response = None
         if not change.outcome.keeps_item:
             self.item_count -= 1
-        for connection in list(self.connections):
-            connection.outbox.end(response)
+        self._each(lambda connection: connection.outbox.end(response))
 
     @staticmethod
     def _stored(response: Response, text: str, size: int) -> None:
@@ -182,16 +180,19 @@ class LiveSession:
 
     def pump(self) -> None:
         """More may be told: to whoever takes it."""
+        self._each(lambda connection: connection.outbox.pump())
+
+    def _tell(self, frame: bytes) -> None:
+        self._each(lambda connection: connection.outbox.push(frame))
+
+    def _each(self, tell: Callable[[Connection], None]) -> None:
+        """Tell each connection something; one that fails is closed, and the others are told all the same."""
         for connection in list(self.connections):
             try:
-                connection.outbox.pump()
+                tell(connection)
             except Exception:
                 log.exception("A connection failed while it was told something; it is closed")
                 connection.close(close_codes.FAULT, "fault in the server")
-
-    def _tell(self, frame: bytes) -> None:
-        for connection in list(self.connections):
-            connection.outbox.push(frame)
 
     def close_connections(self, code: int, reason: str) -> None:
         """Close all of this replica's connections to the session."""
