@@ -1,0 +1,339 @@
+"""A session as one replica knows it: it changes by the store's messages only, and tells them to its connections."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from chat_server.core import close_codes
+from chat_server.core.client_events import Flush
+from chat_server.core.items import Item, Part, SessionSettings, Timing, Usage
+from chat_server.core.principal import LOCAL
+from chat_server.core.response import Outcome
+from chat_server.edge.outbox import Outbox
+from chat_server.live import Gap, LiveSession
+from chat_server.store.messages import AnyChange, ItemGone, ItemPut, ResponseBegan, ResponseEnded, SettingsChanged, Text
+from chat_server.store.replies import RunningState, SessionState
+from chat_server.turn import Turn
+from tests.core.answers import EPOCH, begun
+from tests.edge.sockets import FakeSocket
+
+pytestmark = pytest.mark.pure
+
+BEGUN = begun()
+ITEM = Item(id="item_1", status="completed", role="user", content=[Part(type="input_text", text="Hi")])
+
+
+class FakeConnection:
+    """A connection that keeps what it is told, and the code with which it was closed."""
+
+    def __init__(self, flush: Flush | None = None, *, room: int | None = None) -> None:
+        self.socket = FakeSocket(room)
+        self.outbox = Outbox(self.socket, extensions=True, heartbeat_s=15.0, send_timeout_s=10.0, now=0.0)
+        self.flush = flush or Flush()
+        self.closed: list[int] = []
+
+    def close(self, code: int, reason: str) -> None:
+        self.closed.append(code)
+        self.socket.is_open = False
+
+
+class BrokenConnection(FakeConnection):
+    """A connection that fails at whatever it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("broken")
+
+        self.outbox.push = self.outbox.begin = self.outbox.end = self.outbox.pump = fail  # type: ignore[method-assign]
+
+
+def state(version: int = 10, *, text: str | None = None, items: int = 1) -> SessionState:
+    """A session as ``watch`` found it; with ``text``, an answer that another replica makes."""
+    running = None if text is None else RunningState(BEGUN, "item_1", "token_1", "replica_1", text)
+    return SessionState(LOCAL, "m", SessionSettings(), version, items, running)
+
+
+def session(found: SessionState | None = None, connections: int = 1) -> tuple[LiveSession, list[FakeConnection]]:
+    live = LiveSession("sess_1")
+    live.load(found or state())
+    some = [FakeConnection() for _ in range(connections)]
+    live.connections.update(some)
+    if live.response is not None:
+        for connection in some:
+            connection.outbox.begin(live.response)
+    return live, some
+
+
+def put(before: int, version: int, item: Item = ITEM) -> ItemPut:
+    return ItemPut(session="sess_1", before=before, version=version, previous=None, item=item)
+
+
+def began(before: int = 10, version: int = 11) -> ResponseBegan:
+    return ResponseBegan(
+        session="sess_1", before=before, version=version, previous="item_1", token="token_1", begun=BEGUN
+    )
+
+
+def ended(
+    offset: int, rest: str, *, before: int = 11, version: int = 12, response: str = BEGUN.id, keeps: bool = True
+) -> ResponseEnded:
+    outcome = Outcome(
+        status="completed" if keeps else "failed",
+        usage=Usage.of(10, 5, 4),
+        timing=Timing(queue_ms=1, ttft_ms=2, total_ms=3),
+        engine="engine-1",
+        text_length=offset + len(rest),
+        epochs=[(EPOCH, 0)],
+        keeps_item=keeps,
+    )
+    return ResponseEnded(
+        session="sess_1", before=before, version=version, response=response, offset=offset, rest=rest, outcome=outcome
+    )
+
+
+def text(offset: int, piece: str, response: str = BEGUN.id) -> Text:
+    return Text("sess_1", response, EPOCH, offset, piece, len(piece.encode()))
+
+
+def told(connection: FakeConnection) -> str:
+    """The text that a connection has by the offset rule."""
+    have = ""
+    for event in connection.socket.events:
+        if event["type"] == "response.output_text.delta":
+            assert event["offset"] <= len(have), "a gap"
+            have = have[: event["offset"]] + event["delta"]
+    return have
+
+
+# --- what it knows
+
+
+def test_it_looks_as_it_was_found() -> None:
+    """Each connection sees the session with its own flush and heartbeat."""
+    live, [one] = session(state(items=3))
+    other = FakeConnection(Flush(max_chars=9))
+    created = live.created(one, resumed=True)
+    assert (created.resumed, created.item_count, created.active_response) == (True, 3, None)
+    assert (created.session.id, created.session.model) == ("sess_1", "m")
+    assert created.session.heartbeat_interval_ms == 15_000
+    assert live.object(other).flush == Flush(max_chars=9) != live.object(one).flush
+
+
+def test_an_answer_that_another_replica_makes_is_mirrored() -> None:
+    """With its text so far, its owner and its token, as who joins is told it."""
+    live, [one] = session(state(text="Hel"))
+    active = live.created(one, resumed=True).active_response
+    assert active is not None
+    assert (active.id, active.item_id, active.state, active.epoch, active.offset) == (
+        *(BEGUN.id, BEGUN.item_id, "streaming", EPOCH),
+        0,
+    )
+    assert (live.response_owner, live.response_token) == ("replica_1", "token_1")
+    assert told(one) == "Hel"
+
+
+def test_an_answer_without_text_waits() -> None:
+    """A mirror does not know more than that."""
+    live, [one] = session(state(text=""))
+    active = live.created(one, resumed=True).active_response
+    assert active is not None
+    assert active.state == "queued"
+
+
+def test_an_answer_that_is_made_here_is_known_better_here() -> None:
+    """Reading the session again does not replace it."""
+    live, _ = session()
+    live.apply(began())
+    response = live.response
+    live.turn = cast("Turn", object())
+    live.unload()
+    assert not live.loaded
+    live.load(state(20, text="stale"))
+    assert live.response is response
+    assert (live.loaded, live.version) == (True, 20)
+
+
+# --- changes
+
+
+def test_changes_are_told_to_all_in_their_order() -> None:
+    """The same to every connection, with the count of items kept."""
+    live, connections = session(connections=3)
+    changes: list[AnyChange] = [
+        put(10, 11),
+        SettingsChanged(session="sess_1", before=11, version=15, model="n", settings=SessionSettings(top_p=0.5)),
+        began(15, 16),
+        ended(0, "Hello", before=16, version=17),
+        ItemGone(session="sess_1", before=17, version=18, item_id="item_1"),
+    ]
+    for change in changes:
+        live.apply(change)
+    assert (live.version, live.item_count, live.model, live.settings.top_p) == (18, 2, "n", 0.5)
+    assert live.response is None
+    for connection in connections:
+        types = connection.socket.types
+        assert types[:4] == [
+            *("conversation.item.added", "conversation.item.done", "session.updated", "response.created")
+        ]
+        assert types[-2:] == ["response.done", "conversation.item.deleted"]
+        assert told(connection) == "Hello"
+
+
+def test_a_change_that_is_known_already_is_left_out() -> None:
+    """The reply to an own command may come after the state that holds it."""
+    live, [one] = session(state(11))
+    live.apply(put(10, 11))
+    live.apply(put(5, 6))
+    assert one.socket.frames == []
+    assert (live.version, live.item_count) == (11, 1)
+
+
+def test_a_missing_change_is_a_gap() -> None:
+    """Nothing of what follows it is told or taken."""
+    live, [one] = session()
+    with pytest.raises(Gap):
+        live.apply(put(11, 12))
+    assert one.socket.frames == []
+    assert (live.version, live.item_count) == (10, 1)
+
+
+def test_each_connection_keeps_its_flush() -> None:
+    """When others change the session's settings."""
+    live, [one] = session()
+    other = FakeConnection(Flush(max_chars=9))
+    live.connections.add(other)
+    live.apply(SettingsChanged(session="sess_1", before=10, version=11, model="m", settings=SessionSettings()))
+    assert [c.socket.events[0]["session"]["flush"]["max_chars"] for c in (one, other)] == [None, 9]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_answer_that_leaves_nothing_does_not_count(keeps: bool) -> None:
+    """It had a place while it ran."""
+    live, _ = session()
+    live.apply(began())
+    assert live.item_count == 2
+    live.apply(ended(0, "Hello" if keeps else "", keeps=keeps))
+    assert live.item_count == (2 if keeps else 1)
+
+
+# --- text
+
+
+def test_text_of_another_replica_is_told_as_it_comes() -> None:
+    """Piece by piece, and the rest with the end."""
+    live, connections = session(connections=2)
+    live.apply(began())
+    for offset, piece in ((0, "Grü"), (3, "ezi 👋🏽"), (9, " you")):
+        live.apply_text(text(offset, piece))
+    live.apply(ended(13, "!"))
+    for connection in connections:
+        assert told(connection) == "Grüezi 👋🏽 you!"
+        assert connection.socket.types[-1] == "response.done"
+
+
+def test_text_that_came_with_the_state_is_not_told_twice() -> None:
+    """Messages that were on their way when the state was read."""
+    live, [one] = session(state(text="Hello"))
+    live.apply_text(text(0, "Hel"))
+    live.apply_text(text(3, "lo"))
+    live.apply_text(text(5, ", you"))
+    live.apply(ended(3, "lo, you", before=10))
+    assert told(one) == "Hello, you"
+
+
+@pytest.mark.parametrize("message", [text(4, "o"), text(0, "Hello", "resp_other")])
+def test_a_hole_in_the_text_is_a_gap(message: Text) -> None:
+    """Or text of an answer that we know nothing of."""
+    live, [one] = session(state(text="Hel"))
+    with pytest.raises(Gap):
+        live.apply_text(message)
+    assert told(one) == "Hel"
+
+
+@pytest.mark.parametrize("change", [ended(4, "o", before=10), ended(3, "lo", before=10, response="resp_other")])
+def test_an_end_that_does_not_fit_is_a_gap(change: ResponseEnded) -> None:
+    """Behind a hole, or of another answer."""
+    live, [one] = session(state(text="Hel"))
+    with pytest.raises(Gap):
+        live.apply(change)
+    assert "response.done" not in one.socket.types
+
+
+def test_text_without_an_answer_is_a_gap() -> None:
+    """Its beginning was missed."""
+    live, _ = session()
+    with pytest.raises(Gap):
+        live.apply_text(text(0, "Hello"))
+
+
+# --- after messages may have been missed
+
+
+def test_what_was_missed_of_a_text_is_told() -> None:
+    """It is longer than what we know; the owner may be another by now."""
+    live, [one] = session(state(text="Hel"))
+    assert live.catch_up(state(text="Hello, you"))
+    assert told(one) == "Hello, you"
+    live.apply_text(text(10, "!"))
+    assert told(one) == "Hello, you!"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [state(11, text="Hello"), state(), state(text="He")],
+    ids=["another version", "the answer is gone", "text was lost"],
+)
+def test_what_can_not_be_told_is_said(found: SessionState) -> None:
+    """Then the connections have to start again."""
+    live, [one] = session(state(text="Hel"))
+    before = len(one.socket.frames)
+    assert not live.catch_up(found)
+    assert len(one.socket.frames) == before
+
+
+def test_nothing_was_missed() -> None:
+    """Of a session at rest, and of an answer that is made here, whatever the store holds of it."""
+    live, _ = session()
+    assert live.catch_up(state())
+    live.apply(began())
+    live.turn = cast("Turn", object())
+    assert live.catch_up(state(11, text="whatever"))
+
+
+# --- connections that fail
+
+
+def test_a_connection_that_fails_is_closed_and_the_others_are_told() -> None:
+    """Whatever is told: items, settings, the beginning, text and the end of an answer."""
+    for change in (put(10, 11), began(), None):
+        live, [one] = session(state(text="Hello") if change is None else None)
+        broken = BrokenConnection()
+        # Sets have no order: with several healthy ones some are behind the broken one.
+        others = [FakeConnection() for _ in range(10)]
+        live.connections.update([broken, *others])
+        for other in others:
+            if live.response is not None:
+                other.outbox.begin(live.response)
+        if change is not None:
+            live.apply(change)
+        else:
+            live.apply_text(text(5, "!"))
+            live.apply(ended(6, "", before=10))
+        assert broken.closed
+        assert set(broken.closed) == {close_codes.FAULT}
+        for connection in (one, *others):
+            assert connection.closed == []
+            assert connection.socket.frames
+
+
+def test_all_connections_can_be_sent_away() -> None:
+    """Nothing more is told to them; they come back and get what is stored."""
+    live, connections = session(state(text="Hello"), connections=2)
+    live.close_connections(close_codes.RESTART, "reconnect to go on")
+    for connection in connections:
+        assert connection.closed == [close_codes.RESTART]
+        assert connection.outbox.statistics() == {"events": 0, "event_bytes": 0, "views": 0}
