@@ -78,7 +78,7 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml constraints.txt
 $(VENV)/.engine: $(VENV)/.installed
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 		echo "== Installing vLLM for the GPU (several GB to download, about 10 GB on disk; once)"; \
-		$(INSTALL) --editable '.[gpu]' gguf accelerate; \
+		$(INSTALL) --editable '.[gpu]'; \
 	else \
 		echo "== Installing vLLM for the CPU (about 1.5 GB to download, 3.5 GB on disk; once, some minutes)"; \
 		$(INSTALL) --editable '.[cpu]' || { \

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
@@ -50,7 +50,7 @@ async def run_app(
     on_listening: Callable[[str], None],
     on_ready: Callable[[], None],
 ) -> None:
-    """Serve until cancelled, or until SIGINT or SIGTERM.
+    """Serve until cancelled. Signals are the caller's.
 
     ``startup`` gives each engine's line for people while it starts. ``on_listening`` is called with the URL when
     connections are taken, ``on_ready`` once when the store is up and an engine is healthy. A store that is away may
@@ -88,7 +88,7 @@ async def run_app(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens, and stops in order when its task is cancelled."""
+    """uvicorn's server, which says where it listens, and stops in order when its task is cancelled: by that alone."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -102,12 +102,16 @@ class Server(uvicorn.Server):
         if self.started:
             self._listening.set_result(self.servers[0].sockets[0].getsockname()[:2])
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # whoever runs us takes them: there is more to stop than a server
+
     async def address(self) -> tuple[str, int]:
         """Host and port, once connections are taken."""
         return await asyncio.shield(self._listening)
 
     async def run_until_told(self) -> None:
-        """Serve until SIGINT, SIGTERM or the end of the task. Raises StartError if it can not listen."""
+        """Serve until the end of the task. Raises StartError if it can not listen."""
         serving = asyncio.create_task(self.serve())
         try:
             await asyncio.shield(serving)
