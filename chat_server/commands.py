@@ -40,7 +40,7 @@ class Commands:
         async with live.lock:
             settings = session.patched(live.settings, patch) if patch else live.settings
             message = await self._store.update_session(live.id, model or live.model, settings)
-            self._hub.apply(live, _present(message))
+            await self._hub.apply_own(live, _present(message))
 
     async def add_item(self, live: LiveSession, connection: Connection, event: ItemCreate) -> None:
         """Put a message into the conversation, once. Raises ClientError."""
@@ -58,7 +58,7 @@ class Commands:
             added = _present(await self._store.add_item(live.id, item, event.previous_item_id))
             match added.kind:
                 case "ok":
-                    self._hub.apply(live, added.message)
+                    await self._hub.apply_own(live, added.message)
                 case "duplicate":
                     for kind in (ItemAdded, ItemDone):
                         connection.outbox.push(kind(previous_item_id=added.previous, item=item, duplicate=True))
@@ -87,7 +87,7 @@ class Commands:
             if reply == "busy":
                 message = "This item is an answer that is being made. Cancel it first."
                 raise ClientError("item_in_progress", message, param="item_id")
-            self._hub.apply(live, reply)
+            await self._hub.apply_own(live, reply)
 
     async def respond(self, live: LiveSession, connection: Connection, event: ResponseCreate) -> None:
         """Begin an answer. Raises ClientError."""
@@ -110,7 +110,11 @@ class Commands:
             reply = _present(await self._store.begin(live.id, begun, in_progress, token))
             match reply.kind:
                 case "ok":
-                    self._hub.apply(live, reply.message)
+                    await self._hub.apply_own(live, reply.message)
+                    if live.response is None or live.response.id != begun.id:
+                        # Messages were lost and the connections start again; the answer is made all the same.
+                        live.unload()
+                        self._hub.apply(live, reply.message)
                     self._start_turn(live, token, reply)
                 case "active":
                     raise ClientError(
@@ -170,7 +174,7 @@ class Commands:
 
     async def _run_turn(self, live: LiveSession, turn: Turn) -> None:
         try:
-            await self._conductor.run(turn, lambda message: self._hub.apply(live, message), live.lock)
+            await self._conductor.run(turn, lambda message: self._hub.apply_own(live, message), live.lock)
         except Exception:
             log.exception("A turn failed; its session is read again")
             live.turn = None

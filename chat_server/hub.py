@@ -21,15 +21,18 @@ from chat_server.errors import ClientError, StoreError
 from chat_server.live import Connection, Gap, LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
-from chat_server.store.redis import Store
+from chat_server.store.redis import LEASE_MS, Store
 
 log = logging.getLogger(__name__)
 
 #: seconds between lease renewals, between heartbeats' ticks, and between looks at answers whose owner may be gone.
 _TICK_S = 1.0
 _RETRY_S = 0.5
-#: seconds that a joining connection waits for messages that the store has told but that have not arrived.
+#: seconds to wait for messages that the store has told but that have not arrived.
 _JOIN_S = 2.0
+_LOOK_S = 0.005
+#: seconds after trouble with the store in which no answer of another replica is ended: first the owners get to renew.
+_GRACE_S = LEASE_MS / 1000
 
 
 class Hub:
@@ -42,6 +45,7 @@ class Hub:
         self._tasks: asyncio.TaskGroup | None = None
         self._lease_holds = False
         self._listening = False
+        self._trouble_at = float("-inf")
         self._was_ready = asyncio.Event()
 
     @property
@@ -186,6 +190,25 @@ class Hub:
             log.info("Session %s: a message is missing; its connections start again", live.id)
             self.drop(live)
 
+    async def apply_own(self, live: LiveSession, message: bytes) -> None:
+        """Apply what the store answered to our own write. Holds the session's lock.
+
+        The answer may overtake messages of other replicas that come before it: it waits for them, for a while.
+        """
+        change = messages.decode(message)
+        if not isinstance(change, messages.Text) and live.loaded and change.before > live.version:
+            live.early = change
+            for _ in range(round(_JOIN_S / _LOOK_S)):
+                await asyncio.sleep(_LOOK_S)
+                if live.early is None:
+                    return
+            live.early = None
+        self.apply(live, message)
+
+    def doubt(self, live: LiveSession) -> None:
+        """A write was not answered: it may have been done all the same. The session is compared with the store."""
+        live.doubted = True
+
     def _hear(self, raw: bytes) -> None:
         try:
             session_id = messages.decode(raw).session
@@ -210,6 +233,7 @@ class Hub:
                     async for raw in inbox:
                         self._hear(raw)
             except StoreError as error:
+                self._trouble_at = time.monotonic()
                 log.debug("The inbox broke: %s", error)
             finally:
                 self._listening = False
@@ -229,9 +253,15 @@ class Hub:
     async def _end_orphan(self, live: LiveSession) -> None:
         """End an answer whose replica is gone, with the text that is stored of it. Holds the session's lock."""
         response = live.response
-        if response is None or live.turn is not None or await self._store.is_alive(live.response_owner):
+        if response is None or live.turn is not None:
+            return
+        ours = live.response_owner == self._store.replica_id  # without a turn: begun by a write that we gave up
+        if not ours and time.monotonic() - self._trouble_at < _GRACE_S:
+            return
+        if not ours and await self._store.is_alive(live.response_owner):
             return
         token = new_id("token")
+        live.doubted = True  # until it is done: each step may stay without an answer
         if not await self._store.take_over(live.id, live.response_token, token):
             return
         length = response.length
@@ -239,11 +269,19 @@ class Hub:
         item = response.make_item("incomplete", response.text(0), outcome)
         reply = await self._store.end(live.id, response.id, token, item, rest_offset=length, rest="", outcome=outcome)
         if isinstance(reply, bytes):
-            log.warning("Session %s: the replica of an answer is gone; the answer ends as it stands", live.id)
-            self.apply(live, reply)
+            log.warning("Session %s: nobody makes an answer any more; it ends as it stands", live.id)
+            await self.apply_own(live, reply)
+            live.doubted = False
 
     async def _sweep(self) -> None:
         for live in list(self._sessions.values()):
+            if live.doubted and self.ready:
+                live.doubted = False
+                try:
+                    await self._compare(live)
+                except StoreError:
+                    live.doubted = True
+                    raise
             if live.response is not None and live.turn is None:
                 async with live.lock:
                     if not live.closed and live.loaded:
@@ -286,6 +324,7 @@ class Hub:
             self._note_ready()
         except StoreError as error:
             self._lease_holds = False
+            self._trouble_at = time.monotonic()
             if held:
                 log.warning("The store is away: %s", error)
             raise

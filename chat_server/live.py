@@ -73,6 +73,10 @@ class LiveSession:
         self.response_token = ""
         #: the making of the response, if it is made here.
         self.turn: Turn | None = None
+        #: our own write's message, while one of another replica that comes before it is on its way.
+        self.early: AnyChange | None = None
+        #: a write of ours was not answered: the store may hold what we do not know.
+        self.doubted = False
         #: it was left: whoever waits for its lock looks it up again.
         self.closed = False
 
@@ -124,6 +128,13 @@ class LiveSession:
             if change.before != self.version:
                 raise Gap
             self.version = change.version
+        self._carry_out(change)
+        early = self.early
+        if early is not None and early.before <= self.version:
+            self.early = None
+            self.apply(early)
+
+    def _carry_out(self, change: AnyChange) -> None:
         match change:
             case ItemPut():
                 self.item_count += 1

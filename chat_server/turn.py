@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from msgspec import UNSET
@@ -135,7 +135,7 @@ class Conductor:
         self._client = client
         self._limits = limits
 
-    async def run(self, turn: Turn, ended: Callable[[bytes], None], lock: asyncio.Lock) -> None:
+    async def run(self, turn: Turn, ended: Callable[[bytes], Awaitable[None]], lock: asyncio.Lock) -> None:
         """Make one answer, whatever happens to it; ``ended`` gets the message of its end, under ``lock``."""
         finish, status, details = await self._run_to_end(turn)
         if turn.writer.lost:
@@ -281,7 +281,7 @@ class Conductor:
         )
 
     async def _end(
-        self, turn: Turn, rest: str, outcome: Outcome, ended: Callable[[bytes], None], lock: asyncio.Lock
+        self, turn: Turn, rest: str, outcome: Outcome, ended: Callable[[bytes], Awaitable[None]], lock: asyncio.Lock
     ) -> None:
         """Store the end, then tell it; while the store is away, try on."""
         response = turn.response
@@ -301,7 +301,7 @@ class Conductor:
                         outcome=outcome,
                     )
                     if isinstance(reply, bytes):
-                        ended(reply)
+                        await ended(reply)
                     else:
                         turn.writer.lost = True
                         turn.writer.on_lost(reply)

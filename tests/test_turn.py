@@ -303,7 +303,7 @@ class Script:
         part = cast("Any", self)
         conductor = Conductor(store=part, committer=part, fleet=part, client=part, limits=Limits())
 
-        def told(message: bytes) -> None:
+        async def told(message: bytes) -> None:
             change = messages.decode(message)
             assert isinstance(change, ResponseEnded)
             self.told.append(change)

@@ -61,7 +61,7 @@ def check_origin(headers: Mapping[str, str], scheme: str, allowed: Iterable[str]
         return
     host = headers.get("host", "")
     own = f"{'https' if scheme in ('https', 'wss') else 'http'}://{host}"
-    if origin.lower() == own.lower() and (keys_required or is_loopback(urlsplit(own).hostname or "")):
+    if origin.lower() == own.lower() and (keys_required or is_loopback(_host(own))):
         return
     raise ClientError(
         "origin_not_allowed",
@@ -69,6 +69,13 @@ def check_origin(headers: Mapping[str, str], scheme: str, allowed: Iterable[str]
         type="permission_error",
         status=403,
     )
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:  # a bracket that is never closed, say
+        return ""
 
 
 def _digest(token: str) -> bytes:

@@ -164,7 +164,7 @@ def _history(query: QueryParams) -> int | None:
         return None
     if value == "all":
         return 0
-    if value.isascii() and value.isdigit() and 0 < int(value[:9]) <= 1_000_000:
+    if value.isascii() and value.isdigit() and len(value) <= 7 and 0 < int(value) <= 1_000_000:
         return int(value)
     raise ClientError("invalid_value", "`history` must be a number from 1 on, or `all`.", param="history")
 

@@ -171,7 +171,7 @@ class Outbox:
             self._wrote = False
             self._sent_at = now
         taken = self._socket.bytes_taken
-        if taken != self._taken or taken == self._socket.bytes_written:
+        if taken > self._taken or taken == self._socket.bytes_written:
             self._taken = taken
             self._taken_at = now
         elif now - self._taken_at >= self._send_timeout_s:

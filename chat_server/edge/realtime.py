@@ -139,6 +139,7 @@ class Realtime:
                 if not self._is_repeated_audio(connection, error):
                     connection.outbox.push(_error(error, event_id))
             except StoreError as error:
+                self._hub.doubt(live)
                 unavailable = ClientError(
                     "store_unavailable", str(error), type="server_error", retryable=True, retry_after_ms=1000
                 )

@@ -56,6 +56,21 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         if scope is not None:
             cast("dict[str, Any]", scope["extensions"])[SCOPE_KEY] = self
 
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except Exception as error:
+            # Only its kind: the bytes are the peer's, and a header may hold a key.
+            log.warning("Dropped a peer that sent something unreadable (%s)", type(error).__name__)
+            self.transport.abort()
+
+    def handle_ping(self) -> None:
+        # A peer that pings but reads nothing would fill the buffer with our answers. The next ping gets one
+        # (RFC 6455, 5.5.3: only the last needs an answer).
+        output = b"".join(self.conn.data_to_send())
+        if self.writable.is_set() and not self.transport.is_closing():
+            self.transport.write(output)
+
     def resume_writing(self) -> None:
         super().resume_writing()
         self._notify()
