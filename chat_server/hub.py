@@ -21,6 +21,7 @@ from chat_server.errors import ClientError, StoreError
 from chat_server.live import Connection, Gap, LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
+from chat_server.store.messages import AnyChange, Text
 from chat_server.store.redis import LEASE_MS, Store
 
 log = logging.getLogger(__name__)
@@ -178,32 +179,33 @@ class Hub:
 
     # --- messages of the store
 
-    def apply(self, live: LiveSession, message: bytes) -> None:
+    def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered or another replica told; a session with a gap is dropped."""
         decoded = messages.decode(message)
+        held = bool(live.held)
         try:
-            if isinstance(decoded, messages.Text):
-                live.apply_text(decoded)
-            else:
-                live.apply(decoded)
+            live.take(decoded)
         except Gap:
-            log.info("Session %s: a message is missing; its connections start again", live.id)
-            self.drop(live)
+            self._lost_one(live)
+        if live.held and not held:
+            live.held_since = time.monotonic()
+        return decoded
 
     async def apply_own(self, live: LiveSession, message: bytes) -> None:
         """Apply what the store answered to our own write. Holds the session's lock.
 
         The answer may overtake messages of other replicas that come before it: it waits for them, for a while.
         """
-        change = messages.decode(message)
-        if not isinstance(change, messages.Text) and live.loaded and change.before > live.version:
-            live.early = change
-            for _ in range(round(_JOIN_S / _LOOK_S)):
-                await asyncio.sleep(_LOOK_S)
-                if live.early is None:
-                    return
-            live.early = None
-        self.apply(live, message)
+        change = self.apply(live, message)
+        for _ in range(round(_JOIN_S / _LOOK_S)):
+            if not any(held is change for held in live.held):
+                return
+            await asyncio.sleep(_LOOK_S)
+        self._lost_one(live)
+
+    def _lost_one(self, live: LiveSession) -> None:
+        log.info("Session %s: a message is missing; its connections start again", live.id)
+        self.drop(live)
 
     def doubt(self, live: LiveSession) -> None:
         """A write was not answered: it may have been done all the same. The session is compared with the store."""
@@ -275,6 +277,8 @@ class Hub:
 
     async def _sweep(self) -> None:
         for live in list(self._sessions.values()):
+            if live.held and time.monotonic() - live.held_since > _JOIN_S:
+                self._lost_one(live)
             if live.doubted and self.ready:
                 live.doubted = False
                 try:

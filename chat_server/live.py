@@ -42,6 +42,10 @@ from chat_server.turn import Turn
 log = logging.getLogger(__name__)
 
 
+#: messages that wait for one before them.
+_MAX_HELD = 100
+
+
 class Gap(Exception):
     """A message is missing: what we know of the session is not what the store holds."""
 
@@ -73,8 +77,10 @@ class LiveSession:
         self.response_token = ""
         #: the making of the response, if it is made here.
         self.turn: Turn | None = None
-        #: our own write's message, while one of another replica that comes before it is on its way.
-        self.early: AnyChange | None = None
+        #: messages that came before one that they follow: the answer to a write of ours and what other replicas tell
+        #: come on two ways, and either may be the quicker.
+        self.held: list[AnyChange | Text] = []
+        self.held_since = 0.0
         #: a write of ours was not answered: the store may hold what we do not know.
         self.doubted = False
         #: it was left: whoever waits for its lock looks it up again.
@@ -99,6 +105,7 @@ class LiveSession:
     def unload(self) -> None:
         """Forget all but an answer that is made here: it has to be read again."""
         self.version = -1
+        self.held = []
 
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
@@ -120,21 +127,38 @@ class LiveSession:
 
     # --- messages of the store
 
+    def take(self, message: AnyChange | Text) -> None:
+        """Apply a message, and those that waited for it; one that follows a message not seen yet waits.
+
+        Raises Gap when too many wait. The caller sets the deadline for those in ``held``.
+        """
+        waiting = [*self.held, message]
+        before = len(waiting) + 1
+        while waiting and len(waiting) < before:
+            before = len(waiting)
+            self.held = []
+            for waits in waiting:
+                try:
+                    self._apply_any(waits)
+                except Gap:
+                    self.held.append(waits)
+            waiting = self.held
+        if len(self.held) > _MAX_HELD:
+            raise Gap
+
+    def _apply_any(self, message: AnyChange | Text) -> None:
+        if not isinstance(message, Text):
+            self.apply(message)
+        elif self.held or (self.response is not None and self.response.id == message.response):
+            self.apply_text(message)
+        # Else it is of an answer that ended before we began to listen.
+
     def apply(self, change: AnyChange) -> None:
         """Apply a change and tell it. Raises Gap if one before it is missing; one that we have already is left out."""
         if change.version <= self.version:
             return
-        if self.loaded:
-            if change.before != self.version:
-                raise Gap
-            self.version = change.version
-        self._carry_out(change)
-        early = self.early
-        if early is not None and early.before <= self.version:
-            self.early = None
-            self.apply(early)
-
-    def _carry_out(self, change: AnyChange) -> None:
+        if self.loaded and change.before != self.version:
+            raise Gap
         match change:
             case ItemPut():
                 self.item_count += 1
@@ -155,6 +179,8 @@ class LiveSession:
                 self._end(change)
             case _:
                 assert_never(change)
+        if self.loaded:
+            self.version = change.version
 
     def apply_text(self, message: Text) -> None:
         """Text of an answer that another replica makes was stored. Raises Gap if some before it is missing."""

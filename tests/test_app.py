@@ -208,6 +208,29 @@ async def test_what_happens_on_one_replica_is_told_on_the_other(tmp_path: Path) 
         assert same_but_ids(one, two, since="conversation.item.added")
 
 
+async def test_writes_on_two_replicas_at_once_end_no_connection_and_lose_nothing(tmp_path: Path) -> None:
+    """Answers to own writes and messages of the other replica overtake each other; both tell all, in one order."""
+    async with (
+        running_server(tmp_path) as server,
+        another(server) as replica,
+        server.connect() as one,
+        replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        for number in range(30):
+            await asyncio.gather(one.say(f"Item {number}"), two.send("response.create"))
+            await one.until("response.done")
+            await two.until("response.done")
+        last = await one.say("The end")
+        while two.events[-1].get("item") != last or two.events[-1]["type"] != "conversation.item.done":
+            await two.next()
+        orders = [
+            [event["item"]["id"] for event in client.events if event["type"] == "conversation.item.added"]
+            for client in (one, two)
+        ]
+        assert orders[0] == orders[1]
+        assert len(orders[0]) == 61
+
+
 async def test_a_tab_on_another_replica_joins_in_mid_answer(tmp_path: Path) -> None:
     """The text so far comes from the store, the rest live; the end is the same."""
     async with running_server(tmp_path, simulated=SLOW) as server, another(server) as replica, server.connect() as one:

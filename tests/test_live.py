@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import pytest
@@ -268,6 +269,44 @@ def test_text_without_an_answer_is_a_gap() -> None:
     live, _ = session()
     with pytest.raises(Gap):
         live.apply_text(text(0, "Hello"))
+
+
+# --- messages out of order
+
+
+def test_messages_that_overtake_each_other_are_told_in_order() -> None:
+    """The answer to an own write and what others tell come on two ways; every order of arrival gives the same."""
+    begin, piece = began(11, 12), text(0, "Hel")
+    messages: list[AnyChange | Text] = [put(10, 11), begin, piece, ended(3, "lo", before=12, version=13), put(13, 14)]
+    types = []
+    for order in itertools.permutations(messages):
+        if order.index(piece) < order.index(begin):
+            continue  # both come from the answer's owner, in their order
+        live, [one] = session()
+        for message in order:
+            live.take(message)
+        assert live.held == []
+        assert (live.version, live.item_count, told(one)) == (14, 4, "Hello")
+        types.append([kind for kind in one.socket.types if kind != "response.output_text.delta"])
+    assert len(types) == 60
+    assert all(told == types[0] for told in types)
+
+
+def test_too_many_messages_behind_a_missing_one_are_a_gap() -> None:
+    """What waits is bounded."""
+    live, [one] = session()
+    with pytest.raises(Gap):
+        for version in range(11, 300):
+            live.take(put(version, version + 1))
+    assert len(live.held) < 200
+    assert one.socket.frames == []
+
+
+def test_text_of_an_answer_that_ended_before_we_listened_is_left_out() -> None:
+    """It was on its way when the state was read."""
+    live, [one] = session()
+    live.take(text(5, "late"))
+    assert (live.held, one.socket.frames) == ([], [])
 
 
 # --- after messages may have been missed
