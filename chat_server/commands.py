@@ -92,21 +92,21 @@ class Commands:
     async def respond(self, live: LiveSession, connection: Connection, event: ResponseCreate) -> None:
         """Begin an answer. Raises ClientError."""
         params = session.check_response_create(event)
-        begun = session.begun(
-            params,
-            live.settings,
-            response_id=new_id("resp"),
-            item_id=new_id("item"),
-            epoch=new_id("epoch"),
-            replica=self._store.replica_id,
-            model=live.model,
-            in_reply_to=event.in_reply_to,
-            token_limit=self._limits.max_output_tokens,
-            now_ms=now_ms(),
-        )
         token = new_id("token")
-        in_progress = Response(begun, previous_item_id=None).item()
         async with live.lock:
+            begun = session.begun(
+                params,
+                live.settings,
+                response_id=new_id("resp"),
+                item_id=new_id("item"),
+                epoch=new_id("epoch"),
+                replica=self._store.replica_id,
+                model=live.model,
+                in_reply_to=event.in_reply_to,
+                token_limit=self._limits.max_output_tokens,
+                now_ms=now_ms(),
+            )
+            in_progress = Response(begun, previous_item_id=None).item()
             reply = _present(await self._store.begin(live.id, begun, in_progress, token))
             match reply.kind:
                 case "ok":
@@ -177,18 +177,23 @@ class Commands:
             await self._conductor.run(turn, lambda message: self._hub.apply_own(live, message), live.lock)
         except Exception:
             log.exception("A turn failed; its session is read again")
-            live.turn = None
+            self._release(live, turn)
             self._hub.drop(live)
         finally:
-            live.turn = None
+            self._release(live, turn)
             await self._hub.close_if_idle(live)
 
     def _lost(self, live: LiveSession, turn: Turn, reply: str) -> None:
         """The store takes no more of an answer from us: somebody else has it, or it is gone."""
         log.warning("Session %s: the store says %r to our answer; we leave it", live.id, reply)
         turn.abandon()
-        live.turn = None
+        self._release(live, turn)
         self._hub.drop(live)
+
+    @staticmethod
+    def _release(live: LiveSession, turn: Turn) -> None:
+        if live.turn is turn:  # else another one was begun meanwhile
+            live.turn = None
 
 
 def _present(value: T | None) -> T:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from chat_server.core import close_codes
@@ -34,6 +35,8 @@ _JOIN_S = 2.0
 _LOOK_S = 0.005
 #: seconds after trouble with the store in which no answer of another replica is ended: first the owners get to renew.
 _GRACE_S = LEASE_MS / 1000
+#: seconds after which an answer of the store is trouble: others may have waited longer.
+_SLOW_S = 0.5
 
 
 class Hub:
@@ -99,16 +102,31 @@ class Hub:
                     if live.owner != principal:
                         raise ClientError("session_not_found", f"There is no session {session_id}.", status=404)
                 except BaseException:
-                    self._forget_if_idle(live)
+                    await self._retire_if_idle(live)
                     raise
                 return live
 
     async def _load(self, live: LiveSession) -> None:
-        state = await self._store.watch(live.id)
-        if state is None:
-            raise ClientError("session_not_found", f"There is no session {live.id}.", status=404)
-        live.load(state)
+        async with self._reading(live):
+            state = await self._store.watch(live.id)
+            if state is None:
+                raise ClientError("session_not_found", f"There is no session {live.id}.", status=404)
+            live.load(state)
+            live.watched = True
         await self._end_orphan(live)
+
+    @asynccontextmanager
+    async def _reading(self, live: LiveSession) -> AsyncIterator[None]:
+        """While its state is read: what is told meanwhile is applied after it, for it may be newer."""
+        live.held = []
+        live.reading = True
+        try:
+            yield
+        finally:
+            live.reading = False
+            held, live.held = live.held, []
+        for message in held:
+            self._take(live, message)
 
     async def join(self, live: LiveSession, connection: Connection, *, resumed: bool, history: int | None) -> None:
         """Give a connection the state, and everything after it: nothing is missed, nothing told twice.
@@ -116,6 +134,8 @@ class Hub:
         ``history`` is how many of the last items it wants first (0: all; None: none).
         """
         async with live.lock:
+            if live.closed or not live.loaded:  # it was left or dropped since it was opened
+                raise Gap
             previous, items = (None, list[Item]()) if history is None else await self._history(live, history)
             # From here on there is no await: what the store tells next goes to this connection too.
             outbox = connection.outbox
@@ -151,22 +171,21 @@ class Hub:
     async def close_if_idle(self, live: LiveSession) -> None:
         """Stop listening to a session that has neither connections nor an answer here."""
         async with live.lock:
-            if self._forget_if_idle(live):
-                try:
-                    await self._store.unwatch(live.id)
-                except StoreError as error:
-                    log.info("A session was left while the store is away: %s", error)
+            await self._retire_if_idle(live)
 
-    def _forget_if_idle(self, live: LiveSession) -> bool:
+    async def _retire_if_idle(self, live: LiveSession) -> None:
         if live.closed or live.connections or live.turn is not None:
-            return False
-        self._forget(live)
-        return True
-
-    def _forget(self, live: LiveSession) -> None:
+            return
         live.closed = True
-        if self._sessions.get(live.id) is live:
-            del self._sessions[live.id]
+        try:
+            if live.watched:
+                await self._store.unwatch(live.id)
+        except StoreError as error:
+            log.info("A session was left while the store is away: %s", error)
+        finally:
+            # Only now: whoever comes back waits for the lock, so no `watch` can be overtaken by this `unwatch`.
+            if self._sessions.get(live.id) is live:
+                del self._sessions[live.id]
 
     def drop(self, live: LiveSession) -> None:
         """What we know of a session is not what is stored: its clients come back and get what is.
@@ -175,21 +194,23 @@ class Hub:
         """
         live.close_connections(close_codes.RESTART, "reconnect to go on")
         live.unload()
-        self._forget_if_idle(live)
 
     # --- messages of the store
 
     def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered or another replica told; a session with a gap is dropped."""
         decoded = messages.decode(message)
+        self._take(live, decoded)
+        return decoded
+
+    def _take(self, live: LiveSession, message: AnyChange | Text) -> None:
         held = bool(live.held)
         try:
-            live.take(decoded)
+            live.take(message)
         except Gap:
             self._lost_one(live)
         if live.held and not held:
             live.held_since = time.monotonic()
-        return decoded
 
     async def apply_own(self, live: LiveSession, message: bytes) -> None:
         """Apply what the store answered to our own write. Holds the session's lock.
@@ -218,8 +239,12 @@ class Hub:
             log.error("Another replica told something that is no message of this version")
             return
         live = self._sessions.get(session_id)
-        if live is not None and live.loaded:
-            self.apply(live, raw)
+        if live is not None and (live.loaded or live.reading):
+            try:
+                self.apply(live, raw)
+            except Exception:
+                log.exception("Session %s: a message could not be applied; its connections start again", live.id)
+                self.drop(live)
 
     async def _listen(self) -> None:
         """Hear what other replicas tell, until cancelled."""
@@ -246,9 +271,10 @@ class Hub:
         async with live.lock:
             if live.closed or not live.loaded:
                 return
-            state = await self._store.watch(live.id)
-            if state is None or not live.catch_up(state):
-                self.drop(live)
+            async with self._reading(live):
+                state = await self._store.watch(live.id)
+                if state is None or not live.catch_up(state):
+                    self.drop(live)
 
     # --- answers that nobody makes any more
 
@@ -258,9 +284,7 @@ class Hub:
         if response is None or live.turn is not None:
             return
         ours = live.response_owner == self._store.replica_id  # without a turn: begun by a write that we gave up
-        if not ours and time.monotonic() - self._trouble_at < _GRACE_S:
-            return
-        if not ours and await self._store.is_alive(live.response_owner):
+        if not ours and await self._lives(live.response_owner):
             return
         token = new_id("token")
         live.doubted = True  # until it is done: each step may stay without an answer
@@ -274,6 +298,15 @@ class Hub:
             log.warning("Session %s: nobody makes an answer any more; it ends as it stands", live.id)
             await self.apply_own(live, reply)
             live.doubted = False
+
+    async def _lives(self, replica_id: str) -> bool:
+        """Whether another replica may live: its lease holds, or the store's trouble may have kept it from renewing."""
+        began = time.monotonic()
+        alive = await self._store.is_alive(replica_id)
+        now = time.monotonic()
+        if now - began > _SLOW_S:
+            self._trouble_at = now
+        return alive or now - self._trouble_at < _GRACE_S
 
     async def _sweep(self) -> None:
         for live in list(self._sessions.values()):
@@ -322,8 +355,11 @@ class Hub:
 
     async def _renew(self) -> None:
         held = self._lease_holds
+        began = time.monotonic()
         try:
             await self._store.renew_lease(now_ms())
+            if time.monotonic() - began > _SLOW_S:
+                self._trouble_at = time.monotonic()
             self._lease_holds = True
             self._note_ready()
         except StoreError as error:

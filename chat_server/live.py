@@ -81,8 +81,12 @@ class LiveSession:
         #: come on two ways, and either may be the quicker.
         self.held: list[AnyChange | Text] = []
         self.held_since = 0.0
+        #: its state is being read: all messages are held until it is there.
+        self.reading = False
         #: a write of ours was not answered: the store may hold what we do not know.
         self.doubted = False
+        #: this replica is among its watchers in the store.
+        self.watched = False
         #: it was left: whoever waits for its lock looks it up again.
         self.closed = False
 
@@ -133,6 +137,9 @@ class LiveSession:
         Raises Gap when too many wait. The caller sets the deadline for those in ``held``.
         """
         waiting = [*self.held, message]
+        if self.reading:
+            self.held = waiting[:_MAX_HELD]
+            return
         before = len(waiting) + 1
         while waiting and len(waiting) < before:
             before = len(waiting)

@@ -193,7 +193,7 @@ def start_error(error: BaseException) -> StartError | None:
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP sets ``stop``, the next one raises KeyboardInterrupt.
 
-    Plain handlers, as uvicorn's own: it puts its own in their place while it serves, and hands its signal on after.
+    Plain handlers, and the only ones: ``app.Server`` keeps uvicorn from putting its own in their place.
     """
     loop = asyncio.get_running_loop()
     told = False

@@ -177,8 +177,7 @@ def parse_api_keys(values: Sequence[str]) -> tuple[tuple[Secret, Principal], ...
     """
     lines: list[str] = []
     for value in values:
-        is_path = ("/" in value and ":" not in value) or Path(value).is_file()
-        lines += _key_file(Path(value)) if is_path else [value]
+        lines += _key_file(Path(value)) if _is_path(value) else [value]
     keys: dict[Secret, Principal] = {}
     for line in map(str.strip, lines):
         if not line or line.startswith("#"):
@@ -201,6 +200,13 @@ def parse_api_keys(values: Sequence[str]) -> tuple[tuple[Secret, Principal], ...
     if values and not keys:
         raise StartError("--api-key was given but holds no key, so everybody could come in. Write one into it.")
     return tuple(keys.items())
+
+
+def _is_path(value: str) -> bool:
+    try:
+        return ("/" in value and ":" not in value) or Path(value).is_file()
+    except (OSError, ValueError):  # longer than any name may be: a key, which an error must not show
+        return False
 
 
 def _key_file(path: Path) -> list[str]:

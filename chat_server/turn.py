@@ -141,8 +141,7 @@ class Conductor:
         if turn.writer.lost:
             return
         response = turn.response
-        await self._committer.settle(turn.writer)
-        if turn.writer.lost:
+        if not await self._settled(turn):
             return
         rest = response.take_rest()
         length = response.length + len(rest)
@@ -167,8 +166,9 @@ class Conductor:
 
     async def answer(self, turn: Turn) -> Finish:
         """Find an engine and read its answer; another engine while none has given any text."""
+        tried: set[str] = set()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            engine = await self._place(turn)
+            engine = await self._place(turn, tried)
             turn.engine = engine.id
             turn.placed_at = turn.placed_at or time.monotonic()
             turn.response.move(State.PREFILL)
@@ -180,14 +180,27 @@ class Conductor:
                 log.warning("Engine %s failed an answer: %s", engine.id, error)
                 if not isinstance(error, EngineBusy):
                     self._fleet.failed(engine.id, str(error))
+                elif engine.id in tried:
+                    raise  # all that could take it are busy: asking at once again makes it worse
                 if turn.first_text_at is not None or attempt == _MAX_ATTEMPTS:
                     raise
+                tried.add(engine.id)
                 turn.response.move(State.QUEUED)
             finally:
                 engine.in_flight -= 1
         raise AssertionError("unreachable")
 
     # --- private
+
+    async def _settled(self, turn: Turn) -> bool:
+        """Whether no commit of the turn is under way, and it is still ours to end."""
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._committer.settle(turn.writer)
+        except TimeoutError:
+            log.error("The text of an answer could not be stored for %.0f s", _END_S)
+            return False
+        return not turn.writer.lost
 
     async def _run_to_end(self, turn: Turn) -> tuple[Finish | None, ResponseStatus, StatusDetails]:
         """The engine's answer, and how the response ended by it."""
@@ -203,6 +216,8 @@ class Conductor:
             return None, "failed", details
         except EngineRefused as error:
             return None, "failed", _refused(error)
+        except EngineBusy as error:
+            return None, "failed", _details("failed", "overloaded", str(error), retryable=True, retry_after_ms=2000)
         except EngineError as error:
             return (
                 None,
@@ -228,9 +243,13 @@ class Conductor:
             case _:
                 return finish, "completed", StatusDetails(type="completed")
 
-    async def _place(self, turn: Turn) -> Engine:
-        """The engine for this turn, and the session bound to it. Raises _NoEngine if none comes up in time."""
+    async def _place(self, turn: Turn, tried: set[str]) -> Engine:
+        """The engine for this turn, and the session bound to it: one that was not ``tried``, if there is one.
+
+        Raises _NoEngine if none comes up in time.
+        """
         healthy = await self._healthy(turn.response.begun.model)
+        healthy = [engine for engine in healthy if engine.id not in tried] or healthy
         while True:
             engine = place(turn.session_id, turn.binding, healthy)
             assert engine is not None, "one is healthy"
@@ -238,7 +257,10 @@ class Conductor:
             if turn.binding == wanted:
                 return engine
             # Somebody else may have bound it meanwhile: then theirs holds, if it can be used.
-            holds = await self._store.bind(turn.session_id, turn.binding, wanted)
+            try:
+                holds = await self._store.bind(turn.session_id, turn.binding, wanted)
+            except StoreUnavailable:
+                return engine  # the answer waits for the store, not for the place of the next one
             if holds is None or holds in (wanted, turn.binding):
                 turn.binding = wanted
                 return engine
@@ -340,7 +362,7 @@ def _details(
 def _refused(error: EngineRefused) -> StatusDetails:
     """An engine's no: to this request, with its reason; or to us (a key, a path), which is not the caller's doing."""
     if error.status not in (400, 413, 422):
-        log.error("Engine %s refused us with status %d: %s", error.engine, error.status, error)
+        log.error("Engine %s refused us with status %d", error.engine, error.status)
         return _details("failed", "engine_refused", "The engine does not take requests from this server.")
     # vLLM has no code of its own for it.
     too_long = "context length" in str(error)

@@ -20,7 +20,6 @@ CATEGORIES = frozenset({"pure", "valkey", "server", "browser", "vllm"})
 #: about themselves.
 MAY_BLOCK = [
     ("chat_server/store/redis.py", {"library"}),
-    ("chat_server/edge/http.py", {"static_folder"}),
     ("redis/utils.py", {"get_lib_version"}),
 ]
 

@@ -18,7 +18,7 @@ from chat_server.engine.simulated import SimulatedOptions, answer_for, simulated
 from chat_server.errors import StartError
 from chat_server.settings import EngineAddress, Secret, Settings
 from chat_server.store.embedded import EmbeddedValkey
-from tests.support.server import QUICK, RunningServer, free_port, running_server
+from tests.support.server import QUICK, RunningServer, another, free_port, running_server
 from tests.support.ws import WsClient
 
 pytestmark = pytest.mark.server
@@ -26,18 +26,6 @@ pytestmark = pytest.mark.server
 LONG = "Tell me more, in 150 words."
 #: Slow enough that the store can go and come back within one answer.
 SLOW = SimulatedOptions(tokens_per_s=150.0, first_token_s=0.005, block_size=16)
-
-
-@asynccontextmanager
-async def another(server: RunningServer) -> AsyncIterator[RunningServer]:
-    """A second replica beside ``server``, on the same store and engines."""
-    settings = replace(server.settings, port=0, redis_url=Secret(server.redis_url))
-    replica = RunningServer(settings, server.redis_url, server.engines)
-    await replica.start()
-    try:
-        yield replica
-    finally:
-        await replica.stop()
 
 
 @asynccontextmanager

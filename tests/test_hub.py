@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from websockets.exceptions import ConnectionClosed
 
+from chat_server.core import close_codes
 from chat_server.engine.simulated import answer_for
-from tests.support.server import QUICK, RunningServer, running_server
+from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -214,3 +222,69 @@ async def test_a_client_that_vanishes_leaves_the_others_alone(server: RunningSer
                 await two.until("response.done")
         assert (await one.until("response.done"))["response"]["status"] == "completed"
         await one.say("Still here")
+
+
+# --- a store that does not answer
+
+
+@asynccontextmanager
+async def frozen_store(server: RunningServer) -> AsyncIterator[None]:
+    """The store does nothing meanwhile; what reached it is done afterwards, whoever waits for the answer or not."""
+    async with redis.asyncio.Redis.from_url(server.redis_url) as admin:
+        pid = (await admin.info("server"))["process_id"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("response.create", {}),
+        ("session.update", {"session": {"instructions": "Be brief."}}),
+    ],
+)
+async def test_a_write_whose_answer_is_lost_blocks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fields: dict[str, Any]
+) -> None:
+    """It may have been done all the same: the session is compared with the store, and goes on as that says."""
+    monkeypatch.setattr("chat_server.store.redis._TIMEOUT_S", 0.3)
+    async with running_server(tmp_path) as server, server.connect() as client:
+        await client.say("Hello")
+        async with frozen_store(server):
+            await client.send(kind, **fields)
+            assert (await client.error("store_unavailable"))["retryable"]
+        assert await client.closed() == close_codes.RESTART
+        async with server.connect(session_id=client.session["id"], history="all") as again:
+            assert again.events[0]["item_count"] == 1
+            assert again.events[0]["active_response"] is None, "nobody makes it: it ended"
+        async with server.connect(session_id=client.session["id"]) as again:
+            assert (await again.turn("Are you there?")).response["status"] == "completed"
+
+
+async def test_a_running_answer_is_not_ended_by_a_replica_that_could_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the store was away for longer than a lease, its owner gets to renew first, and the answer goes on."""
+    monkeypatch.setattr("chat_server.store.redis._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("chat_server.store.redis.LEASE_MS", 400)
+    slow = replace(QUICK, tokens_per_s=60.0)
+    async with (
+        running_server(tmp_path, simulated=slow) as server,
+        another(server) as replica,
+        server.connect() as one,
+        replica.connect(session_id=one.session["id"]) as two,
+    ):
+        question = "Tell me more, in 120 words."
+        await one.say(question)
+        await one.send("response.create")
+        await two.until("response.output_text.delta")
+        async with frozen_store(server):
+            await asyncio.sleep(1.5)
+        for client in (one, two):
+            response = (await client.until("response.done"))["response"]
+            assert response["status"] == "completed"
+            text = response["output"][0]["content"][0]["text"]
+            assert text == answer_for([{"role": "user", "content": question}])

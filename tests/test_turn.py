@@ -116,15 +116,17 @@ async def test_one_failure_before_the_first_word_is_not_noticed(
         assert client.texts[response["output"][0]["id"]] == answer_for([{"role": "user", "content": LONG}])
 
 
-@pytest.mark.parametrize("status", [500, 503])
-async def test_engines_that_go_on_failing_fail_the_answer(server: RunningServer, faults: AddFault, status: int) -> None:
-    """After three attempts it ends with a code, nothing is kept of it, and trying again later may help."""
+@pytest.mark.parametrize(("status", "code"), [(500, "engine_unavailable"), (503, "overloaded")])
+async def test_engines_that_go_on_failing_fail_the_answer(
+    server: RunningServer, faults: AddFault, status: int, code: str
+) -> None:
+    """When all were tried it ends with a code, nothing is kept of it, and trying again later may help."""
     faults(Fault("status", status=status, times=None))
     async with server.connect() as client:
         response = await ended(client)
         assert (response["status"], response["output"]) == ("failed", [])
         error = response["status_details"]["error"]
-        assert (error["code"], error["type"], error["retryable"]) == ("engine_unavailable", "server_error", True)
+        assert (error["code"], error["type"], error["retryable"]) == (code, "server_error", True)
         for engine in server.engines:
             engine.engine.clear_faults()
         assert (await client.turn("Again")).response["status"] == "completed"

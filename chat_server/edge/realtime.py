@@ -136,14 +136,11 @@ class Realtime:
             except ClientError as error:
                 if isinstance(error, BadEvent):
                     event_id = error.event_id
-                if not self._is_repeated_audio(connection, error):
+                if not self._is_repeated_audio(connection, error, text):
                     connection.outbox.push(_error(error, event_id))
             except StoreError as error:
                 self._hub.doubt(live)
-                unavailable = ClientError(
-                    "store_unavailable", str(error), type="server_error", retryable=True, retry_after_ms=1000
-                )
-                connection.outbox.push(_error(unavailable, event_id))
+                connection.outbox.push(_error(_store_failed(error), event_id))
 
     async def _carry_out(self, live: LiveSession, connection: Connection, event: AnyClientEvent) -> None:
         commands = self._commands
@@ -180,15 +177,22 @@ class Realtime:
             raise
 
     @staticmethod
-    def _is_repeated_audio(connection: Connection, error: ClientError) -> bool:
+    def _is_repeated_audio(connection: Connection, error: ClientError, text: str | None) -> bool:
         """A client that streams audio sends many events a second: one complaint a second is enough."""
-        if error.code != "unsupported" or error.param != "type":
+        if error.code != "unsupported" or error.param != "type" or "input_audio_buffer.append" not in (text or ""):
             return False
         now = time.monotonic()
         if now - connection.complained_of_audio_at < 1.0:
             return True
         connection.complained_of_audio_at = now
         return False
+
+
+def _store_failed(error: StoreError) -> ClientError:
+    if isinstance(error, StoreUnavailable):
+        return ClientError("store_unavailable", str(error), type="server_error", retryable=True, retry_after_ms=1000)
+    log.error("%s", error)
+    return ClientError("internal_error", "The server failed on this event.", type="server_error")
 
 
 def _error(error: ClientError, event_id: str | None) -> Error:

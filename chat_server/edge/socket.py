@@ -25,6 +25,7 @@ class _Quiet(logging.Filter):
     """Leaves out uvicorn's lines per connection, which hold the query, and its complaint about a refused handshake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = None  # a traceback of what a peer sent would show what it sent
         return record.levelno >= logging.WARNING and "without completing handshake" not in record.getMessage()
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -207,7 +208,7 @@ class VllmClient:
         async with _engine_errors(engine), self._http.get(url, headers=headers) as response:
             body = await _read(response)
             if response.status != 200:
-                raise _refusal(engine, response.status, body, what=f"GET {url}")
+                raise _refusal(engine, response.status, body, what=f"GET {urlsplit(url).path}")
             return body
 
 
@@ -345,11 +346,12 @@ def _refusal(engine: str, status: int, body: bytes, what: str = "the request") -
     elif isinstance(error, str):
         message = error[:MAX_MESSAGE_CHARS]
     reason = message or f"HTTP status {status}"
-    if status in (429, 503):
-        return EngineBusy(f"Engine {engine} is busy: {reason}", engine=engine)
-    if 400 <= status < 500:
+    if 400 <= status < 500 and status != 429:
         return EngineRefused(reason, engine=engine, status=status, code=code)
-    return EngineUnavailable(f"Engine {engine} failed at {what} ({status}): {reason}", engine=engine)
+    # Not in the engine's words: they may hold the prompt, and this goes into the log and to people.
+    if status in (429, 503):
+        return EngineBusy(f"Engine {engine} is busy (HTTP {status}).", engine=engine)
+    return EngineUnavailable(f"Engine {engine} failed at {what} (HTTP {status}).", engine=engine)
 
 
 def _status(error: object) -> int:

@@ -18,7 +18,7 @@ import aiohttp
 
 from chat_server.app import run_app
 from chat_server.engine.simulated import SimulatedOptions, SimulatedServer, simulated_server
-from chat_server.settings import EngineAddress, Settings
+from chat_server.settings import EngineAddress, Secret, Settings
 from chat_server.store.embedded import EmbeddedValkey
 from tests.support import ws
 
@@ -115,6 +115,18 @@ async def server_for(
         stack.push_async_callback(server.stop)
         await server.start()
         yield server
+
+
+@asynccontextmanager
+async def another(server: RunningServer) -> AsyncIterator[RunningServer]:
+    """A second replica beside ``server``, on the same store and engines."""
+    settings = replace(server.settings, port=0, redis_url=Secret(server.redis_url))
+    replica = RunningServer(settings, server.redis_url, server.engines)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()
 
 
 class ServerProcess:
