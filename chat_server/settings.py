@@ -5,8 +5,11 @@ The command line fills it (each flag has an environment variable, see ``cli.py``
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import math
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,8 +136,31 @@ class Settings:
         for path in (self.tls_cert, self.tls_key):
             if path is not None and not path.is_file():
                 raise StartError(f"No such file: {path}")
+        if self.tls_cert is not None:
+            _check_certificate(self.tls_cert, self.tls_key)
+        if not _PREFIX.fullmatch(self.root_path):
+            raise StartError("--root-path must be a path such as /chat: letters, digits and -._~ between slashes.")
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise StartError(
+                    f"--allow-origin {origin[:200]} is no origin. Write scheme, host and port as a browser does, "
+                    "without a path or a slash at the end: https://app.example.org"
+                )
+        numbers = {"heartbeat": self.heartbeat_s, **dataclasses.asdict(self.limits)}
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise StartError(f"The value for {name.replace('_', ' ')} is no number.")
         if self.engines and self.simulate:
             raise StartError("--engine and --simulate exclude each other: give one of them.")
+
+
+def _check_certificate(cert: Path, key: Path | None) -> None:
+    try:
+        # An empty password: a key that wants one is an error then, not a question on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error.strerror if isinstance(error, OSError) else "no PEM"
+        raise StartError(f"--tls-cert and --tls-key can not be used together: {reason}.") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -166,6 +192,10 @@ def parse_engine(text: str) -> EngineAddress:
 
 #: What a key may be made of (a token of RFC 9110, 5.6.2): browsers send it as a subprotocol.
 _KEY = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+#: Where a proxy shows us: nothing, or segments of unreserved characters (RFC 3986, 2.3).
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+#: As browsers write it (RFC 6454, 6.2): lower case, no path.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _NAME = re.compile(r"[^\s/:]+(/[^\s/:]+)?")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 import redis.asyncio
+import trustme
+import websockets.asyncio.client
+from websockets.exceptions import InvalidMessage
 
 from chat_server.app import run_app
 from chat_server.engine.simulated import SimulatedOptions, answer_for, simulated_server
@@ -295,3 +300,25 @@ async def test_an_answer_waits_for_the_store_and_goes_on(tmp_path: Path) -> None
 
 def hello(id: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "id": id, "content": [{"type": "input_text", "text": "Hello"}]}
+
+
+async def test_a_conversation_over_tls(tmp_path: Path) -> None:
+    """With a certificate the same port speaks https and wss, and nothing else."""
+    pem = tmp_path / "server.pem"
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pem))
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    async with running_server(tmp_path, tls_cert=pem, tls_key=pem) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        async with websockets.asyncio.client.connect(server.ws_url, ssl=context) as connection:
+            assert orjson.loads(await connection.recv())["type"] == "session.created"
+            for event in (
+                {"type": "response.create", "response": {"instructions": "Say something."}},
+                {"type": "response.create"},
+            ):
+                await connection.send(orjson.dumps(event), text=True)
+                while orjson.loads(await connection.recv())["type"] != "response.done":
+                    pass
+        with pytest.raises(InvalidMessage):
+            await websockets.asyncio.client.connect(server.ws_url.replace("wss", "ws"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from chat_server.core.principal import Principal
 from chat_server.errors import StartError
@@ -240,13 +241,40 @@ def test_without_keys_the_server_listens_nowhere_else(host: str) -> None:
 
 def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
     """One alone does not serve TLS, and silence about that would be plain text."""
-    pem = tmp_path / "cert.pem"
-    pem.write_text("x")
-    for half in (Settings(tls_cert=pem), Settings(tls_key=pem)):
+    one, other = tmp_path / "one.pem", tmp_path / "other.pem"
+    for pem in (one, other):
+        trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(pem))
+    for half in (Settings(tls_cert=one), Settings(tls_key=one), Settings(tls_cert=one, tls_key=other)):
         message = refusal(half)
         assert "--tls-cert" in message
         assert "--tls-key" in message
-    Settings(tls_cert=pem, tls_key=pem).check()
+    Settings(tls_cert=one, tls_key=one).check()
+
+
+def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
+    """Text, and nothing at all."""
+    pem = tmp_path / "cert.pem"
+    for content in ("x", ""):
+        pem.write_text(content)
+        assert "can not be used" in refusal(Settings(tls_cert=pem, tls_key=pem))
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"root_path": "/ä"}, "--root-path"),
+        ({"root_path": "chat"}, "--root-path"),
+        ({"root_path": "/chat/"}, "--root-path"),
+        ({"allow_origins": ("*",)}, "--allow-origin"),
+        ({"allow_origins": ("null",)}, "--allow-origin"),
+        ({"allow_origins": ("https://a.example/",)}, "--allow-origin"),
+        ({"heartbeat_s": float("nan")}, "heartbeat"),
+        ({"limits": Limits(max_queue_s=float("inf"))}, "max queue"),
+    ],
+)
+def test_a_value_that_can_not_work_is_refused(setting: dict[str, Any], named: str) -> None:
+    """It would fail later, or let in whom nobody meant."""
+    assert named in refusal(Settings(**setting))
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key"])

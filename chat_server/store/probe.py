@@ -56,6 +56,10 @@ async def probe_store(url: Secret) -> StoreFacts:
     try:
         async with asyncio.timeout(DEADLINE_S):
             info = await client.info()
+    except TypeError:  # redis-py hands what stands behind the question mark on to its connection
+        raise StartError("--redis has an option behind its question mark that is not known.") from None
+    except redis.exceptions.InvalidResponse:
+        raise StartError(f"What answers at {place} is no Redis or Valkey.") from None
     except redis.exceptions.BusyLoadingError:
         raise StoreUnavailable(f"The store at {place} is still reading its data.") from None
     except (redis.exceptions.RedisError, OSError, TimeoutError) as error:

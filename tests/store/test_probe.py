@@ -114,3 +114,20 @@ async def test_what_a_store_answers_is_understood(info: str | None, message: str
         port = server.sockets[0].getsockname()[1]
         with pytest.raises((StartError, StoreUnavailable), match=message):
             await probe_store(Secret(f"redis://127.0.0.1:{port}?protocol=2"))
+
+
+async def test_what_is_no_store_is_not_waited_for() -> None:
+    """Something else answers at the address, or the URL asks for what nobody knows."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(StartError, match="is no Redis or Valkey"):
+            await probe_store(Secret(url))
+        with pytest.raises(StartError, match="not known"):
+            await probe_store(Secret(f"{url}?foo=bar"))
