@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from chat_server.core.ids import new_id
 from chat_server.core.items import ResponseObject, item_from_client
 from chat_server.core.response import Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
-from chat_server.errors import ClientError
+from chat_server.errors import ClientError, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import Connection, LiveSession
 from chat_server.settings import Limits
@@ -21,6 +22,10 @@ from chat_server.store.replies import BeginReply
 from chat_server.turn import Conductor, Stop, Turn
 
 log = logging.getLogger(__name__)
+
+#: tries to change settings while other replicas change the session, and seconds between them.
+_UPDATE_TRIES = 100
+_UPDATE_WAIT_S = 0.02
 
 T = TypeVar("T")
 
@@ -38,9 +43,15 @@ class Commands:
     async def update(self, live: LiveSession, *, patch: SessionPatch | None = None, model: str | None = None) -> None:
         """Change the session's settings or its model. Raises ClientError for what can not be."""
         async with live.lock:
-            settings = session.patched(live.settings, patch) if patch else live.settings
-            message = await self._store.update_session(live.id, model or live.model, settings)
-            await self._hub.apply_own(live, _present(message))
+            for _ in range(_UPDATE_TRIES):
+                settings = session.patched(live.settings, patch) if patch else live.settings
+                reply = await self._store.update_session(live.id, live.version, model or live.model, settings)
+                if reply != "stale":
+                    await self._hub.apply_own(live, _present(None if reply == "gone" else reply))
+                    return
+                # Another replica changed the session; what it changed is on its way, and ours goes on top of it.
+                await asyncio.sleep(_UPDATE_WAIT_S)
+            raise StoreUnavailable("The session is changing too quickly.")
 
     async def add_item(self, live: LiveSession, connection: Connection, event: ItemCreate) -> None:
         """Put a message into the conversation, once. Raises ClientError."""

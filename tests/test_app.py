@@ -224,6 +224,25 @@ async def test_writes_on_two_replicas_at_once_end_no_connection_and_lose_nothing
         assert len(orders[0]) == 61
 
 
+async def test_settings_changed_on_two_replicas_at_once_are_both_kept(tmp_path: Path) -> None:
+    """Each change goes on top of the other, whichever was first; nobody's field is written over."""
+    async with (
+        running_server(tmp_path) as server,
+        another(server) as replica,
+        server.connect() as one,
+        replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        for number in range(1, 21):
+            await asyncio.gather(
+                one.send("session.update", session={"instructions": f"Number {number}"}),
+                two.send("session.update", session={"max_output_tokens": number}),
+            )
+            for client in (one, two):
+                for _ in range(2):
+                    session = (await client.expect("session.updated"))["session"]
+                assert (session["instructions"], session["max_output_tokens"]) == (f"Number {number}", number)
+
+
 async def test_a_tab_on_another_replica_joins_in_mid_answer(tmp_path: Path) -> None:
     """The text so far comes from the store, the rest live; the end is the same."""
     async with running_server(tmp_path, simulated=SLOW) as server, another(server) as replica, server.connect() as one:

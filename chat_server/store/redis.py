@@ -127,12 +127,23 @@ class Store:
         """Stop listening."""
         await self._call(session_id, "unwatch", self.replica_id)
 
-    async def update_session(self, session_id: str, model: str, settings: SessionSettings) -> bytes | None:
-        """Change settings or model; the message that says so, or None if the session is gone."""
+    async def update_session(
+        self, session_id: str, version: int, model: str, settings: SessionSettings
+    ) -> bytes | Literal["stale", "gone"]:
+        """Change settings or model of the session as it was at ``version``; the message that says so, or why not."""
         reply = await self._call(
-            session_id, "session_update", *self._ttls, self.replica_id, model, to_wire(settings), to_wire(model)
+            session_id,
+            "session_update",
+            *self._ttls,
+            self.replica_id,
+            version,
+            model,
+            to_wire(settings),
+            to_wire(model),
         )
-        return None if reply[0] == b"gone" else bytes(reply[1])
+        if reply[0] == b"ok":
+            return bytes(reply[1])
+        return "stale" if reply[0] == b"stale" else "gone"
 
     async def session_count(self, principal: Principal, now_ms: int) -> int:
         """How many sessions with items the user has; those that ended their life are forgotten first."""

@@ -18,6 +18,7 @@ from tests.store.sessions import (
     MODEL,
     TEXTS,
     begin,
+    change,
     commit,
     end,
     item,
@@ -44,7 +45,8 @@ async def test_changes_and_text_are_told_to_all_that_listen_but_the_writer(store
         asked, begun_ = await begin(writer, session_id)
         await writer.commit([commit(session_id, asked, "Grü\nezi")])
         ended = await end(writer, session_id, asked, "Grü\nezi!", stored="Grü\nezi")
-        updated = await writer.update_session(session_id, 'm"', SessionSettings(instructions=TEXTS[5]))
+        version = change(ended).version
+        updated = await writer.update_session(session_id, version, 'm"', SessionSettings(instructions=TEXTS[5]))
         deleted = await writer.delete_item(session_id, first)
         assert added is not None
         for inbox in inboxes[1:3]:
@@ -55,9 +57,10 @@ async def test_changes_and_text_are_told_to_all_that_listen_but_the_writer(store
                 session=session_id, response=asked.id, epoch=asked.epochs[0][0], offset=0, text="Grü\nezi", size=8
             )
         for store, inbox in ((writer, inboxes[0]), (left, inboxes[3]), (stranger, inboxes[4])):
-            await two.watch(session_id)
+            state = await two.watch(session_id)
+            assert state is not None
             await store.watch(session_id)
-            marker = await two.update_session(session_id, MODEL, SessionSettings())
+            marker = await two.update_session(session_id, state.version, MODEL, SessionSettings())
             assert await anext(inbox) == marker  # nothing came before it
 
 

@@ -63,7 +63,7 @@ async def test_a_session_is_there_as_it_was_made(store: Store) -> None:
 async def test_what_is_not_there_is_gone(store: Store) -> None:
     """No operation makes a session out of nothing."""
     assert await store.watch("sess_none") is None
-    assert await store.update_session("sess_none", MODEL, SessionSettings()) is None
+    assert await store.update_session("sess_none", 0, MODEL, SessionSettings()) == "gone"
     assert await store.add_item("sess_none", item(), None) is None
     assert await store.get_item("sess_none", "item_none") is None
     assert await store.delete_item("sess_none", item()) == "gone"
@@ -100,7 +100,9 @@ async def test_every_change_follows_the_one_before(stores: Callable[..., Store])
     version = state.version
     first = item()
     told = [await add(store, session_id, first)]
-    changes = [change(await store.update_session(session_id, MODEL, SessionSettings(instructions="x")))]
+    settings = SessionSettings(instructions="x")
+    assert await store.update_session(session_id, version, MODEL, settings) == "stale", "an item came since"
+    changes = [change(await store.update_session(session_id, told[-1].version, MODEL, settings))]
     asked, reply = await begin(store, session_id)
     changes.append(change(reply.message))
     await store.commit([commit(session_id, asked, "text is no change")])

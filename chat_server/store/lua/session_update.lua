@@ -1,8 +1,11 @@
--- Change settings or model. ARGV: session id, ttl ms, empty ttl ms, replica, model, settings JSON, model as JSON.
+-- Change settings or model, if nothing changed since they were read. ARGV: session id, ttl ms, empty ttl ms, replica,
+-- version that was read, model, settings JSON, model as JSON.
 register('session_update', function(keys, args)
-  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
-  redis.call('HSET', keys[SESSION], 'model', args[5], 'settings', args[6])
-  local message = change(keys, args[4], args[1], 'settings', '"model":' .. args[7] .. ',"settings":' .. args[6])
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  if not version then return {'gone'} end
+  if version ~= args[5] then return {'stale'} end
+  redis.call('HSET', keys[SESSION], 'model', args[6], 'settings', args[7])
+  local message = change(keys, args[4], args[1], 'settings', '"model":' .. args[8] .. ',"settings":' .. args[7])
   touch(keys, args[2], args[3])
   return {'ok', message}
 end)
