@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route, WebSocketRoute
@@ -68,7 +69,7 @@ async def run_app(
         local = not (settings.engines or settings.simulate)
         loading = await asyncio.to_thread(settings.model_name) if local else None
         gate = Gate(settings, Keys(settings.api_keys), fleet, hub, loading_model=loading)
-        app = _routes(Realtime(settings, gate, hub, commands), Http(settings, gate, hub, fleet, startup))
+        app = _routes(settings, Realtime(settings, gate, hub, commands), Http(settings, gate, hub, fleet, startup))
         server = Server(_uvicorn_config(settings, app))
 
         async def announce() -> None:
@@ -143,7 +144,7 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
         await store.close()
 
 
-def _routes(realtime: Realtime, http: Http) -> Starlette:
+def _routes(settings: Settings, realtime: Realtime, http: Http) -> Starlette:
     return Starlette(
         routes=[
             WebSocketRoute("/v1/realtime", realtime.serve),
@@ -154,7 +155,16 @@ def _routes(realtime: Realtime, http: Http) -> Starlette:
             Route("/", http.page),
             Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         ],
-        middleware=[Middleware(WithoutPrefix), Middleware(SecurityHeaders)],
+        middleware=[
+            Middleware(WithoutPrefix),
+            Middleware(SecurityHeaders),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allow_origins,
+                allow_headers=["Authorization"],
+                expose_headers=["Retry-After"],
+            ),
+        ],
         exception_handlers={HTTPException: _http_error, Exception: _fault},
     )
 

@@ -104,10 +104,6 @@ class Http:
         except ClientError as error:
             response = error_response(error)
         response.headers["Cache-Control"] = "no-store"
-        origin = request.headers.get("origin")
-        if origin in self._settings.allow_origins:
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Vary"] = "Origin"
         return response
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,14 +21,14 @@ from tests.support.server import RunningServer, running_server
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
 KEY = "key-of-ann"
+KEYS = parse_api_keys([f"ann:{KEY}"])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
     """One server with a key, behind a prefix, for all tests here."""
     folder = tmp_path_factory.mktemp("http")
-    keys = parse_api_keys([f"ann:{KEY}"])
-    async with running_server(folder, engines=1, api_keys=keys, root_path="/chat") as running:
+    async with running_server(folder, engines=1, api_keys=KEYS, root_path="/chat") as running:
         yield running
 
 
@@ -147,3 +148,29 @@ async def test_a_refusal_says_when_to_try_again() -> None:
     assert "retry-after" not in headers(status=404)
     assert headers(status=401)["www-authenticate"] == "Bearer"
     assert headers(status=426)["upgrade"] == "websocket"
+
+
+async def test_a_page_of_an_allowed_origin_may_ask_why_it_was_refused(tmp_path: Path) -> None:
+    """With its key in a header, which a browser asks about first, and with the time to wait; others may not."""
+    page = "https://app.example.org"
+    asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "authorization"}
+    async with (
+        running_server(tmp_path, engines=1, allow_origins=(page,), api_keys=KEYS) as server,
+        aiohttp.ClientSession() as http,
+    ):
+        url = f"{server.url}/v1/realtime"
+        async with http.options(url, headers={"Origin": page, **asks}) as answer:
+            assert answer.status == 200
+            assert answer.headers["Access-Control-Allow-Origin"] == page
+            assert "authorization" in answer.headers["Access-Control-Allow-Headers"].lower()
+        for given, status in ((KEY, 426), ("wrong", 401)):
+            async with http.get(url, headers={"Origin": page, "Authorization": f"Bearer {given}"}) as answer:
+                assert answer.status == status
+                assert answer.headers["Access-Control-Allow-Origin"] == page
+                assert answer.headers["Access-Control-Expose-Headers"] == "Retry-After"
+        stranger = {"Origin": "https://other.example.org"}
+        async with http.options(url, headers={**stranger, **asks}) as answer:
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        async with http.get(url, headers={**stranger, "Authorization": f"Bearer {KEY}"}) as answer:
+            assert answer.status == 403
+            assert "Access-Control-Allow-Origin" not in answer.headers
