@@ -195,6 +195,45 @@ async def test_the_buffer_has_its_bounds() -> None:
         assert ours.can_write
 
 
+async def test_pings_of_a_peer_that_reads_nothing_do_not_fill_the_buffer() -> None:
+    """Our answers stop at the high-water mark; when it reads again the last ping is answered."""
+    app = App()
+    async with listening(app) as port, connected(app, port) as (ours, client):
+        client.transport.pause_reading()
+        await fill(ours)
+        full = ours.transport.get_write_buffer_size()
+        for _ in range(2000):
+            client.transport.write(b"\x89\xfd" + bytes(4) + bytes(125))  # a masked ping with the largest payload
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert ours.transport.get_write_buffer_size() <= full
+        client.transport.resume_reading()
+        async with asyncio.timeout(5):
+            while ours.bytes_taken < ours.bytes_written:
+                await client.recv()
+        assert ours.is_open
+
+
+@pytest.mark.parametrize("subprotocols", [b"realtime, openai-insecure-api-key.s3cret, x\xff"])
+async def test_a_handshake_that_can_not_be_read_shows_nothing_of_itself(
+    subprotocols: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A header may hold a key; the connection is dropped with a line that has nothing of it."""
+    app = App()
+    async with listening(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        )
+        key = b64encode(os.urandom(16))
+        writer.write(head + b"Sec-WebSocket-Key: " + key + b"\r\nSec-WebSocket-Protocol: " + subprotocols + b"\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert b"101" not in await reader.read()
+        writer.close()
+    assert "s3cret" not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_lost_connection_is_told() -> None:
     """Whoever waits to write hears of it, finds the socket closed, and is not called again."""
     app = App()
