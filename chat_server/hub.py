@@ -141,9 +141,8 @@ class Hub:
             outbox = connection.outbox
             outbox.push(live.created(connection, resumed=resumed))
             running = live.response
-            known = [item for item in items if running is None or item.id != running.item_id]
-            if known:
-                frames = _history_frames(previous, known)
+            if items:
+                frames = _history_frames(previous, items, running.item_id if running else None)
                 outbox.push_source(lambda: next(frames, None))
             if running is not None:
                 outbox.begin(running)
@@ -394,9 +393,10 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _history_frames(previous: str | None, items: list[Item]) -> Iterator[bytes]:
-    """Frames of stored items, made one by one as the socket takes them."""
+def _history_frames(previous: str | None, items: list[Item], running: str | None) -> Iterator[bytes]:
+    """Frames of stored items, made one by one as the socket takes them; the ``running`` one is told by its answer."""
     for item in items:
-        yield encode(ItemAdded(previous_item_id=previous, item=item))
-        yield encode(ItemDone(previous_item_id=previous, item=item))
+        if item.id != running:
+            yield encode(ItemAdded(previous_item_id=previous, item=item))
+            yield encode(ItemDone(previous_item_id=previous, item=item))
         previous = item.id

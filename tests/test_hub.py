@@ -163,6 +163,8 @@ async def test_a_tab_that_joins_with_history_gets_each_item_once(server: Running
                 told = [event["item"]["id"] for event in two.events if event["type"] == kind]
                 output = first.response["output"][0]["id"]
                 assert told == [first.user_item["id"], output, question["id"], later["id"], answer_id]
+                before = [event["previous_item_id"] for event in two.events if event["type"] == kind]
+                assert before == [None, first.user_item["id"], output, answer_id, question["id"]]
             assert two.texts[answer_id] == one.texts[answer_id]
             assert first.text not in two.texts.values()  # stored answers are items, not deltas
 
