@@ -132,6 +132,8 @@ class Commands:
                         "conversation_already_has_active_response",
                         f"Response {reply.response_id} is in progress. Wait until it is done, or cancel it.",
                     )
+                case "ended":
+                    raise StoreUnavailable("The store was too slow for this answer. Ask again.")
                 case "duplicate":
                     await self._tell_again(live, connection, reply)
                 case "no_item":

@@ -15,7 +15,7 @@ from chat_server.core import close_codes
 from chat_server.core.client_events import Flush
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
-from chat_server.core.response import Response, State
+from chat_server.core.response import Response, ResumePoint, State
 from chat_server.core.server_events import (
     ActiveResponse,
     ItemAdded,
@@ -261,7 +261,7 @@ class LiveSession:
             heartbeat_interval_ms=connection.outbox.heartbeat_interval_ms,
         )
 
-    def created(self, connection: Connection, *, resumed: bool) -> SessionCreated:
+    def created(self, connection: Connection, *, resumed: bool, held: ResumePoint | None = None) -> SessionCreated:
         """The first event of a connection."""
         response = self.response
         active = None
@@ -271,7 +271,7 @@ class LiveSession:
                 item_id=response.item_id,
                 state=response.heartbeat_state,
                 epoch=response.epoch,
-                offset=0,  # without a resume point the text comes from its start
+                offset=response.resume_at(held) if held is not None and held.response_id == response.id else 0,
             )
         return SessionCreated(
             session=self.object(connection), resumed=resumed, item_count=self.item_count, active_response=active

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,11 @@ MAY_BLOCK = [
     ("chat_server/store/redis.py", {"library"}),
     ("redis/utils.py", {"get_lib_version"}),
 ]
+
+# As a terminal starts programs: under nohup, or behind `&`, what tests start would inherit that these are ignored.
+for _signum in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, signal.default_int_handler if _signum == signal.SIGINT else signal.SIG_DFL)
 
 # A failed example prints the line that repeats it. No deadline per example: machines of CI are slow at times.
 hypothesis.settings.register_profile("chat-server", print_blob=True, deadline=None)

@@ -50,14 +50,6 @@ simulate_engine(["--port", options.port, "--model", options.served_model_name])
 """
 
 
-@pytest.fixture(autouse=True)
-def hangups_are_heard() -> Iterator[None]:
-    """As a terminal starts programs: under nohup they would inherit that a hangup is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 class Serve:
     """A running ``chat-server serve``."""
 

@@ -63,27 +63,6 @@ class Timing(Struct, frozen=True):
     total_ms: int
 
 
-class Item(Struct, frozen=True, kw_only=True):
-    """A message of the conversation. The fields from ``in_reply_to`` on are ours (+), on answers only."""
-
-    id: str
-    object: Literal["realtime.item"] = "realtime.item"
-    type: Literal["message"] = "message"
-    status: ItemStatus
-    role: Role
-    content: list[Part]
-    in_reply_to: str | UnsetType = UNSET
-    response_id: str | UnsetType = UNSET
-    epochs: list[tuple[str, int]] | UnsetType = UNSET
-    engine: str | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
-    timing: Timing | UnsetType = UNSET
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-
 class StatusError(Struct, frozen=True):
     """Why a response failed."""
 
@@ -100,6 +79,29 @@ class StatusDetails(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: Literal["completed", "cancelled", "incomplete", "failed"] | UnsetType = UNSET
     reason: Literal["turn_detected", "client_cancelled", "max_output_tokens", "content_filter"] | UnsetType = UNSET
     error: StatusError | UnsetType = UNSET
+
+
+class Item(Struct, frozen=True, kw_only=True):
+    """A message of the conversation. The fields from ``in_reply_to`` on are ours (+), on answers only."""
+
+    id: str
+    object: Literal["realtime.item"] = "realtime.item"
+    type: Literal["message"] = "message"
+    status: ItemStatus
+    role: Role
+    content: list[Part]
+    in_reply_to: str | UnsetType = UNSET
+    response_id: str | UnsetType = UNSET
+    epochs: list[tuple[str, int]] | UnsetType = UNSET
+    engine: str | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    status_details: StatusDetails | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
 
 
 class ResponseObject(Struct, kw_only=True):

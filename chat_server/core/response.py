@@ -70,6 +70,15 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What a client holds of an answer that it was reading: the last epoch that it saw, and how many code points."""
+
+    response_id: str
+    epoch: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Text for the store: where it begins (bytes of UTF-8, and code points) and what it is."""
 
@@ -204,6 +213,16 @@ class Response:
 
     # --- what is told
 
+    def resume_at(self, point: ResumePoint) -> int:
+        """From which code point the text goes on for a client: whole, or from 0 if we do not know its epoch.
+
+        The text before the start of an epoch is the same in that epoch and in the one before it.
+        """
+        known = [index for index, (epoch, _) in enumerate(self.epochs) if epoch == point.epoch]
+        if not known:
+            return 0
+        return min([point.offset, self.length, *(start for _, start in self.epochs[known[0] + 1 :])])
+
     def text(self, start: int) -> str:
         """The stored text from code point ``start`` on."""
         if start >= self.length:
@@ -255,6 +274,8 @@ class Response:
             engine=UNSET if outcome is None else outcome.engine,
             usage=UNSET if outcome is None or outcome.usage is None else outcome.usage,
             timing=UNSET if outcome is None else outcome.timing,
+            status_details=UNSET if outcome is None or outcome.details is None else outcome.details,
+            metadata=UNSET if outcome is None or self.begun.metadata is None else self.begun.metadata,
         )
 
     def object(self) -> ResponseObject:
@@ -288,3 +309,43 @@ class Response:
         self._prefix = head[:-1] + b',"offset":'
         self._suffix = b',"event_id":"event_%s_' % self.epoch.rpartition("_")[2].encode()
         self._frame = b""
+
+
+def ended_response(item: Item, *, previous: str | None, kept: bool) -> Response:
+    """An answer that ended, out of its stored item; ``kept``: the item is part of the conversation.
+
+    Raises ValueError for an item that is no answer of ours.
+    """
+    if item.response_id is UNSET or item.epochs is UNSET or item.status_details is UNSET:
+        raise ValueError("no answer of ours")
+    status = item.status_details.type
+    begun = Begun(
+        id=item.response_id,
+        item_id=item.id,
+        in_reply_to=item.in_reply_to,
+        replica="",
+        epochs=item.epochs,
+        created_ms=0,
+        model="",
+        instructions="",
+        max_output_tokens=None,
+        temperature=None,
+        top_p=None,
+        stop=(),
+        metadata=None if item.metadata is UNSET else item.metadata,
+    )
+    response = Response(begun, previous_item_id=previous)
+    response.on_stored(item.text, len(item.text.encode()))
+    response.end(
+        Outcome(
+            status="completed" if status is UNSET else status,
+            details=item.status_details,
+            usage=None if item.usage is UNSET else item.usage,
+            timing=item.timing,
+            engine=item.engine,
+            text_length=response.length,
+            epochs=item.epochs,
+            keeps_item=kept,
+        )
+    )
+    return response

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TypedDict
 
 from chat_server.core.items import ResponseObject
-from chat_server.core.response import Response
+from chat_server.core.response import Response, ResumePoint
 from chat_server.core.server_events import (
     ContentPartAdded,
     ContentPartDone,
@@ -45,17 +45,24 @@ class Stage(IntEnum):
 
 
 class View:
-    """One connection's place in one response. ``item_known``: the item was told already, as part of the history."""
+    """One connection's place in one response. ``held``: what its client has of it, from an earlier connection."""
 
-    __slots__ = ("cursor", "item_known", "response", "stage", "takes_cuts")
+    __slots__ = ("cursor", "response", "rewind_to", "stage", "takes_cuts")
 
-    def __init__(self, response: Response, *, takes_cuts: bool, item_known: bool = False) -> None:
+    def __init__(self, response: Response, *, takes_cuts: bool, held: ResumePoint | None = None) -> None:
         self.response = response
         self.stage = Stage.CREATED
         self.cursor = 0
+        #: where the text goes on for a client that holds more than what is still so.
+        self.rewind_to: int | None = None
+        if held is not None:
+            self.stage = Stage.TEXT if held.offset else Stage.PART_ADDED
+            self.cursor = held.offset
+            at = response.resume_at(held)
+            if at != held.offset:
+                self.rewind_to = at
         #: whether the connection has extensions, and so follows an empty delta that takes text back.
         self.takes_cuts = takes_cuts
-        self.item_known = item_known
 
     def next_head(self) -> bytes | None:
         """The frames that say that a response began."""
@@ -66,7 +73,7 @@ class View:
             created = ResponseObject(id=response.id, status="in_progress", output=[], metadata=response.begun.metadata)
             return encode(ResponseCreated(response=created, in_reply_to=response.begun.in_reply_to))
         if self.stage is Stage.OUTPUT_ITEM:
-            self.stage = Stage.PART_ADDED if self.item_known else Stage.ITEM_ADDED
+            self.stage = Stage.ITEM_ADDED
             item = response.make_item("in_progress", None)
             return encode(OutputItemAdded(response_id=response.id, output_index=0, item=item))
         if self.stage is Stage.ITEM_ADDED:
@@ -78,6 +85,10 @@ class View:
     def next_text(self) -> bytes | None:
         """The next frame of text: all that is stored and was not told yet."""
         response = self.response
+        if self.stage is Stage.TEXT and self.rewind_to is not None:
+            start = min(self.rewind_to, response.length)
+            self.cursor, self.rewind_to = response.length, None
+            return response.delta(start)
         if self.stage is Stage.TEXT and self.cursor != response.length:
             if self.cursor > response.length and not self.takes_cuts:
                 return None  # the final events will say it

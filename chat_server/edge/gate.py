@@ -17,6 +17,7 @@ from starlette.requests import HTTPConnection
 from chat_server.core.client_events import Flush
 from chat_server.core.ids import is_id
 from chat_server.core.principal import Principal
+from chat_server.core.response import ResumePoint
 from chat_server.core.session import check_flush
 from chat_server.edge import auth
 from chat_server.engine.fleet import Fleet
@@ -38,6 +39,7 @@ class Asked:
     model_given: bool
     session_id: str | None
     history: int | None
+    resume: ResumePoint | None
     extensions: bool
     flush: Flush
     subprotocol: str | None
@@ -88,6 +90,7 @@ class Gate:
             model_given=bool(query.get("model")),
             session_id=session_id,
             history=_history(query),
+            resume=_resume(query),
             extensions=query.get("extensions") == "1",
             flush=flush,
             subprotocol=auth.PROTOCOL if auth.PROTOCOL in subprotocols else None,
@@ -167,6 +170,22 @@ def _history(query: QueryParams) -> int | None:
     if value.isascii() and value.isdigit() and len(value) <= 7 and 0 < int(value) <= 1_000_000:
         return int(value)
     raise ClientError("invalid_value", "`history` must be a number from 1 on, or `all`.", param="history")
+
+
+def _resume(query: QueryParams) -> ResumePoint | None:
+    """What the client holds of the answer that it was reading, if it says so."""
+    response_id = query.get("response_id")
+    if response_id is None:
+        return None
+    if "session_id" not in query:
+        message = "`response_id` goes with the `session_id` of its conversation."
+        raise ClientError("missing_required_parameter", message, param="session_id")
+    if not is_id(response_id):
+        raise ClientError("invalid_value", "`response_id` is no id of a response.", param="response_id")
+    offset = query.get("offset", "0")
+    if not (offset.isascii() and offset.isdigit() and len(offset) <= 10):
+        raise ClientError("invalid_value", "`offset` must be a number of code points.", param="offset")
+    return ResumePoint(response_id, query.get("epoch", ""), int(offset))
 
 
 def _unavailable(code: str, message: str) -> ClientError:

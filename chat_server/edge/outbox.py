@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from chat_server.core.response import Response
+from chat_server.core.response import Response, ResumePoint
 from chat_server.core.server_events import Heartbeat, ServerEvent, encode
 from chat_server.core.view import Stage, View
 
@@ -90,9 +90,9 @@ class Outbox:
         self._queue.append(source)
         self.pump()
 
-    def begin(self, response: Response, *, item_known: bool = False) -> None:
-        """Tell of an answer from its beginning: all that is stored of it now, and what comes."""
-        view = View(response, takes_cuts=self.extensions, item_known=item_known)
+    def begin(self, response: Response, held: ResumePoint | None = None) -> None:
+        """Tell of an answer: all that is stored of it now and was not ``held`` before, and what comes."""
+        view = View(response, takes_cuts=self.extensions, held=held)
         self._views[response.id] = view
 
         def head() -> bytes | None:
@@ -117,6 +117,11 @@ class Outbox:
             return frame
 
         self.push_source(tail)
+
+    def tell_ended(self, response: Response, held: ResumePoint | None) -> None:
+        """Tell the rest of an answer that ended before this connection came."""
+        self.begin(response, held)
+        self.end(response)
 
     def told(self, response_id: str) -> int | None:
         """How many code points of a running answer were sent; None if this connection is not told of it."""

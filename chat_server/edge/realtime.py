@@ -103,7 +103,7 @@ class Realtime:
             if asked.model_given and asked.model != live.model:
                 await self._commands.update(live, model=asked.model)
             resumed = asked.session_id is not None
-            await self._hub.join(live, connection, resumed=resumed, history=asked.history)
+            await self._hub.join(live, connection, resumed=resumed, history=asked.history, held=asked.resume)
             await self._read(websocket, live, connection)
         except Gap:
             connection.close(close_codes.RESTART, "reconnect to go on")

@@ -25,7 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from chat_server.core.items import Item, SessionSettings, decode_item, encode_item, to_wire
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
-from chat_server.core.response import Begun, Outcome
+from chat_server.core.response import Begun, Outcome, Response, ended_response
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store import keys, messages
 from chat_server.store.replies import Added, BeginReply, CommitReply, RunningState, SessionState, TextCommit
@@ -192,7 +192,10 @@ class Store:
     async def delete_item(self, session_id: str, item: Item) -> bytes | Literal["busy", "gone"]:
         """Take an item out; the message, or why not."""
         in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
-        reply = await self._call(session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to)
+        response_id = item.response_id if isinstance(item.response_id, str) else ""
+        reply = await self._call(
+            session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to, response_id
+        )
         if reply[0] == b"ok":
             return bytes(reply[1])
         return "busy" if reply[0] == b"busy" else "gone"
@@ -203,6 +206,16 @@ class Store:
         if reply[0] == b"gone":
             return None
         return int(reply[1]), _text(reply[2]), [decode_item(raw) for raw in reply[3] if raw]
+
+    async def answer(self, session_id: str, response_id: str) -> tuple[int, Response | None] | None:
+        """A response that ended (None if nothing is known of it), and the version at which it was read."""
+        reply = await self._call(session_id, "answer", response_id)
+        if reply[0] == b"gone":
+            return None
+        response = None
+        if reply[3]:
+            response = ended_response(decode_item(reply[3]), previous=_text(reply[2]), kept=reply[4] == b"1")
+        return int(reply[1]), response
 
     # --- responses
 
@@ -296,10 +309,11 @@ class Store:
             response_id,
             token,
             item.id,
-            encode_item(item) if outcome.keeps_item else b"",
+            encode_item(item),
             in_reply_to,
             expected,
             messages.end_body(response_id, rest_offset, rest, outcome),
+            int(outcome.keeps_item),
         )
         if reply[0] == b"ok":
             return bytes(reply[1])

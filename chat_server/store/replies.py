@@ -47,7 +47,7 @@ class Added:
 class BeginReply:
     """What came of beginning a response. For ``ok`` the prompt's items and the session's binding come along."""
 
-    kind: Literal["ok", "active", "duplicate", "no_item", "full"]
+    kind: Literal["ok", "active", "duplicate", "ended", "no_item", "full"]
     message: bytes = b""
     items: tuple[Item, ...] = ()
     binding: Binding | None = None

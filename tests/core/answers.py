@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from chat_server.core.items import ResponseStatus, StatusDetails, StatusError, Timing, Usage
-from chat_server.core.response import Begun, Commit, Outcome, Response, State
+from chat_server.core.response import Begun, Commit, Outcome, Response, ResumePoint, State
 from chat_server.core.view import View
 from tests.support import events
 
@@ -34,7 +34,8 @@ LETTERS = {
     "conversation.item.deleted": "X",
     "response.done": "D",
 }
-ORDER = re.compile(r"co(?P<added>a?)(?P<part>pd*TP)?O(?P<place>[IX])D")
+#: A client that comes back has the beginning, and the part if it has text.
+ORDER = re.compile(r"(?P<head>coa)?(?P<part>(?P<added>p?)d*TP)?O(?P<place>[IX])D")
 
 DETAILS: dict[ResponseStatus, StatusDetails] = {
     "completed": StatusDetails(type="completed"),
@@ -92,14 +93,23 @@ def outcome(response: Response, status: ResponseStatus = "completed", *, cut: in
 
 
 class Reader:
-    """One connection: what it was told, and the text that it has by the offset rule."""
+    """One connection: what it was told, and the text that it has by the offset rule.
 
-    def __init__(self, response: Response, *, takes_cuts: bool = True, item_known: bool = False) -> None:
+    ``back``: its client had that connection before, and comes back with what it holds from there.
+    """
+
+    def __init__(self, response: Response, *, takes_cuts: bool = True, back: Reader | None = None) -> None:
         self.response = response
-        self.view = View(response, takes_cuts=takes_cuts, item_known=item_known)
+        #: the text that it holds, and the last epoch that it was told of
+        self.text, self.epoch = "", ""
+        held: ResumePoint | None = None
+        if back is not None and back.events:
+            self.text, self.epoch = back.text, back.epoch
+            held = ResumePoint(response.id, back.epoch, len(back.text))
+        self.resumed = held
+        self.view = View(response, takes_cuts=takes_cuts, held=held)
         self.events: list[dict[str, Any]] = []
         self.frames: list[bytes] = []
-        self.text = ""
         self._began = False
 
     def step(self) -> dict[str, Any] | None:
@@ -115,6 +125,7 @@ class Reader:
             assert event["offset"] <= len(self.text), "a gap"
             assert event["epoch"] == self.response.epoch
             self.text = self.text[: event["offset"]] + event["delta"]
+            self.epoch = event["epoch"]
         self.frames.append(frame)
         self.events.append(event)
         return event
@@ -172,7 +183,7 @@ steps = st.one_of(
     st.tuples(st.just("text"), st.sampled_from(PIECES)),
     st.sampled_from([("take",), ("stored",), ("take",), ("stored",), ("think",), ("retry",)]),
     st.tuples(st.just("read"), st.integers(0, 3), st.integers(1, 5)),
-    st.tuples(st.just("join"), st.booleans(), st.booleans()),
+    st.tuples(st.just("join"), st.booleans(), st.one_of(st.none(), st.integers(0, 3))),
 )
 schedules = st.lists(steps, min_size=1, max_size=50)
 endings: st.SearchStrategy[tuple[ResponseStatus, int]] = st.tuples(
@@ -197,7 +208,7 @@ class Play:
             self._act(step)
         self._end(*ending)
         for step in after:
-            if step[0] == "read":
+            if step[0] in ("read", "join"):
                 self._act(step)
         for reader in self.readers:
             while self._read(reader):
@@ -216,8 +227,9 @@ class Play:
                 self._commit = self.response.take_commit() or self._commit
             case ("stored",):
                 self._settle()
-            case ("join", takes_cuts, item_known):
-                self.readers.append(Reader(self.response, takes_cuts=takes_cuts, item_known=item_known))
+            case ("join", takes_cuts, back):
+                known = None if back is None else self.readers[back % len(self.readers)]
+                self.readers.append(Reader(self.response, takes_cuts=takes_cuts, back=known))
             case ("read", which, count):
                 reader = self.readers[which % len(self.readers)]
                 for _ in range(count):

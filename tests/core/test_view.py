@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from chat_server.core.items import ResponseStatus
-from chat_server.core.response import Response, State
+from chat_server.core.response import Response, ResumePoint, State
 from chat_server.core.view import Stage, View
 from tests.core.answers import (
     CUT_EPOCH,
@@ -55,7 +55,9 @@ def test_any_play_is_told_right(schedule: list[Step], ending: tuple[ResponseStat
     for reader in play.readers:
         order = ORDER.fullmatch(reader.order)
         assert order, f"{reader.order} is not the order of the protocol"
-        assert bool(order["added"]) != reader.view.item_known
+        assert bool(order["head"]) == (reader.resumed is None)
+        if order["part"]:
+            assert bool(order["added"]) == (reader.resumed is None or not reader.resumed.offset)
         assert (order["place"] == "I") == (bool(play.final) or ending[0] == "completed")
         if reader.view.takes_cuts or ending[0] != "cancelled":
             assert reader.text == play.final
@@ -66,8 +68,10 @@ def test_any_play_is_told_right(schedule: list[Step], ending: tuple[ResponseStat
 
 def judge_ends(reader: Reader, text: str, status: ResponseStatus, *, has_part: bool) -> None:
     """The frames with the whole text and the outcome say the same thing."""
-    created, done = reader.named("response.created")["response"], reader.named("response.done")["response"]
-    assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
+    done = reader.named("response.done")["response"]
+    if reader.resumed is None:
+        created = reader.named("response.created")["response"]
+        assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
     assert (done["status"], done["status_details"]["type"]) == (status, status)
     item = reader.named("response.output_item.done")["item"]
     assert item["content"] == content(text)
@@ -157,13 +161,65 @@ def test_offsets_count_code_points() -> None:
     assert [event["offset"] for event in reader.events if event["type"] == DELTA] == [0, 3]
 
 
-def test_an_item_that_was_told_as_history_is_not_added_again() -> None:
-    """Its end is told all the same."""
-    response = streaming("Hi")
-    reader = Reader(response, item_known=True)
+def test_a_client_that_comes_back_is_told_the_rest() -> None:
+    """From what it holds on, without the beginning; also when the answer ended meanwhile."""
+    response = streaming("Hello")
+    first = Reader(response)
+    first.read()
+    response.on_stored(" there", 6)
+    second = Reader(response, back=first)
+    assert second.read() == [DELTA]
+    assert (second.named(DELTA)["delta"], second.named(DELTA)["offset"]) == (" there", 5)
     ended(response)
-    told = reader.read()
-    assert told == [*HEAD[:2], "response.content_part.added", DELTA, *TAIL]
+    third = Reader(response, back=first)
+    assert third.read() == [DELTA, *TAIL]
+    assert third.text == "Hello there"
+
+
+def test_a_client_that_holds_nothing_yet_is_told_the_part_too() -> None:
+    """It had the beginning only."""
+    response = new_response()
+    first = Reader(response)
+    first.read()
+    second = Reader(response, back=first)
+    response.move(State.PREFILL)
+    response.move(State.STREAMING)
+    response.on_stored("Hi", 2)
+    assert second.read() == ["response.content_part.added", DELTA]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "held", "at"),
+    [
+        ([("a", 0)], ("a", 3), 3),
+        ([("a", 0)], ("a", 99), 10),
+        ([("a", 0)], ("x", 3), 0),
+        ([("a", 0)], ("", 3), 0),
+        ([("a", 0), ("b", 5)], ("a", 3), 3),
+        ([("a", 0), ("b", 5)], ("a", 8), 5),
+        ([("a", 0), ("b", 5)], ("b", 8), 8),
+        ([("a", 0), ("b", 5), ("c", 2)], ("a", 4), 2),
+        ([("a", 0), ("b", 5), ("c", 2)], ("b", 7), 2),
+        ([("a", 0), ("b", 5), ("c", 2)], ("c", 7), 7),
+    ],
+)
+def test_where_a_text_goes_on(epochs: list[tuple[str, int]], held: tuple[str, int], at: int) -> None:
+    """The least of what the client holds, the start of every later epoch, and the length; 0 if the epoch is unknown."""
+    response = streaming("0123456789")
+    response.epochs = epochs
+    assert response.resume_at(ResumePoint(response.id, *held)) == at
+
+
+@pytest.mark.parametrize("takes_cuts", [True, False])
+def test_a_text_that_starts_again_replaces_what_the_client_holds(takes_cuts: bool) -> None:
+    """Whatever it is; an empty delta if there is nothing yet."""
+    first = Reader(streaming("Something else"))
+    first.read()
+    first.epoch = "epoch_lost"
+    for text in ("Hello", ""):
+        second = Reader(streaming(text) if text else streaming(), back=first, takes_cuts=takes_cuts)
+        assert second.read() == [DELTA]
+        assert second.text == text
 
 
 def test_a_cut_takes_text_back_with_an_empty_delta() -> None:
@@ -256,4 +312,4 @@ def test_a_view_holds_no_text() -> None:
     while view.next_head() or view.next_text():
         pass
     own = [getattr(view, name) for name in View.__slots__ if name != "response"]
-    assert all(isinstance(value, bool | int) for value in own)
+    assert all(isinstance(value, bool | int | None) for value in own)

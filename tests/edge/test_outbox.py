@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chat_server.core.response import Response, State
+from chat_server.core.response import Response, ResumePoint, State
 from chat_server.core.server_events import ItemDeleted, encode
 from chat_server.edge import outbox as outbox_module
 from chat_server.edge.outbox import MAX_EVENT_BYTES, MAX_EVENTS, Outbox
@@ -135,12 +135,13 @@ def test_an_answer_that_has_ended_already_can_be_told_from_its_beginning() -> No
     assert socket.types == [*HEAD, PART, DELTA, *TAIL]
 
 
-def test_an_item_that_is_known_is_not_told_again() -> None:
-    """It came with the history."""
+def test_a_client_that_comes_back_gets_the_rest() -> None:
+    """From where it was, without the beginning."""
     socket = FakeSocket()
     outbox = outbox_of(socket)
-    outbox.begin(streaming("Hello"), item_known=True)
-    assert socket.types == [*HEAD[:2], PART, DELTA]
+    response = streaming("Hello")
+    outbox.begin(response, ResumePoint(response.id, response.epoch, 2))
+    assert [(event["type"], event["delta"]) for event in socket.events] == [(DELTA, "llo")]
 
 
 def test_frames_of_a_source_are_made_when_they_are_taken() -> None:

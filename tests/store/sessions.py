@@ -7,7 +7,7 @@ from typing import Any
 import redis.asyncio
 
 from chat_server.core.ids import new_id
-from chat_server.core.items import Item, Part, Role, SessionSettings
+from chat_server.core.items import Item, Part, Role, SessionSettings, StatusDetails
 from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response
 from chat_server.store import keys, messages
@@ -95,7 +95,8 @@ async def end(
     keep: bool = True,
 ) -> bytes | str:
     """End an answer with the whole ``text``, of which ``stored`` was committed."""
-    outcome = Outcome(status="completed", text_length=len(text), epochs=asked.epochs, keeps_item=keep)
+    details = StatusDetails(type="completed")
+    outcome = Outcome(status="completed", details=details, text_length=len(text), epochs=asked.epochs, keeps_item=keep)
     whole = Response(asked, previous_item_id=None).make_item("completed", text, outcome)
     rest = text[len(stored) :]
     return await store.end(session_id, asked.id, token, whole, rest_offset=len(stored), rest=rest, outcome=outcome)

@@ -9,9 +9,11 @@ import pytest
 import redis.asyncio
 
 from chat_server.core.placement import Binding
+from chat_server.core.response import Response
 from chat_server.store import keys
 from chat_server.store.messages import ItemGone, ResponseBegan, ResponseEnded
 from chat_server.store.redis import Store
+from chat_server.store.replies import SessionState
 from tests.store.sessions import (
     add,
     begin,
@@ -194,7 +196,7 @@ async def test_an_end_is_told_once(store: Store, raw: redis.asyncio.Redis) -> No
     stored = await store.get_item(session_id, asked.item_id)
     assert stored is not None
     assert (stored.text, stored.status) == ("Hello", "completed")
-    *_, response, text, _, _ = keys.session_keys(session_id)
+    *_, response, text, _, _, _ = keys.session_keys(session_id)
     assert await raw.exists(response, text) == 0
 
 
@@ -241,3 +243,66 @@ async def test_one_takes_an_answer_over(stores: Callable[..., Store]) -> None:
     assert (state.running.replica, state.running.token, state.running.text) == (winner.replica_id, token, "Hel")
     assert await winner.commit([commit(session_id, asked, "lo", "Hel", token=token)]) == ["ok"]
     assert isinstance(await end(winner, session_id, asked, "Hello", token, stored="Hello"), bytes)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_an_answer_that_ended_is_found_by_its_id(store: Store, keep: bool) -> None:
+    """As it ended, whether it left an item in the conversation or not, also when others followed; else nothing is."""
+    session_id = await new_session(store)
+    asked, _ = await begin(store, session_id, metadata={"topic": "sea"})
+    assert (await store.answer(session_id, asked.id)) == ((await state_of(store, session_id)).version, None)
+    await end(store, session_id, asked, "Hello", keep=keep)
+    for number in range(5):
+        other, _ = await begin(store, session_id, f"token_{number}")
+        await end(store, session_id, other, "Else", f"token_{number}", keep=number % 2 == 0)
+    found = await store.answer(session_id, asked.id)
+    assert found is not None
+    version, response = found
+    assert version == (await state_of(store, session_id)).version
+    assert response is not None
+    assert (response.id, response.item_id, response.text(0)) == (asked.id, asked.item_id, "Hello")
+    assert response.begun.metadata == {"topic": "sea"}
+    assert response.outcome is not None
+    assert (response.outcome.status, response.outcome.keeps_item) == ("completed", keep)
+    assert await store.answer("sess_none", asked.id) is None
+
+
+async def test_an_answer_whose_item_was_deleted_is_forgotten(store: Store) -> None:
+    """Nothing of it is told any more."""
+    session_id = await new_session(store)
+    asked, _ = await begin(store, session_id)
+    await end(store, session_id, asked, "Hello")
+    item = await store.get_item(session_id, asked.item_id)
+    assert item is not None
+    await store.delete_item(session_id, item)
+    found = await store.answer(session_id, asked.id)
+    assert found is not None
+    assert found[1] is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_a_begin_that_comes_late_revives_nothing(store: Store, keep: bool) -> None:
+    """The reply of the first one was lost, the answer was made and ended, and then the second one arrives."""
+    session_id = await new_session(store)
+    asked, _ = await begin(store, session_id)
+    await end(store, session_id, asked, "Hello", keep=keep)
+    before = await store.watch(session_id)
+    again = await store.begin(session_id, asked, Response(asked, previous_item_id=None).item(), "token_1")
+    assert again is not None
+    assert again.kind == "ended"
+    assert await store.watch(session_id) == before
+
+
+async def test_so_many_answers_without_an_item_are_remembered(store: Store, raw: redis.asyncio.Redis) -> None:
+    """What is kept of them is bounded."""
+    session_id = await new_session(store)
+    for number in range(30):
+        asked, _ = await begin(store, session_id, f"token_{number}")
+        await end(store, session_id, asked, "", f"token_{number}", keep=False)
+    assert await raw.llen(keys.session_keys(session_id)[-1]) == 10
+
+
+async def state_of(store: Store, session_id: str) -> SessionState:
+    state = await store.watch(session_id)
+    assert state is not None
+    return state

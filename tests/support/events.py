@@ -59,7 +59,7 @@ EXTENSIONS = _by_type((_Queued, _Migrated, _Heartbeat, _Pong, _Draining))
 
 _SESSION = {"id", "object", "temperature", "top_p", "stop", "flush", "heartbeat_interval_ms"}
 #: what an answer's item tells of its making, so that a client that joins later can show it
-_ITEM = {"in_reply_to", "response_id", "epochs", "engine", "usage", "timing"}
+_ITEM = {"in_reply_to", "response_id", "epochs", "engine", "usage", "timing", "status_details", "metadata"}
 _IN_ITEM = {f"item.{name}" for name in _ITEM}
 _RESPONSE = {
     "in_reply_to",

@@ -2,10 +2,14 @@
 --
 -- KEYS of every function, all of one session:
 --   1 session (hash)  2 items (hash id -> JSON)  3 order (list of ids)  4 response (hash)  5 text (string)
---   6 watchers (sorted set replica -> ms)  7 replies (hash item id -> "response id answer's item id")
+--   6 watchers (sorted set replica -> ms)
+--   7 replies (hash item id -> "response id answer's item id"; ">" and a response's id -> its item's id)
+--   8 ended (list of the items of the last responses that left none in the conversation)
 -- Item and settings JSON is opaque here: it is stored and passed on, never parsed.
 
-local SESSION, ITEMS, ORDER, RESPONSE, TEXT, WATCHERS, REPLIES = 1, 2, 3, 4, 5, 6, 7
+local SESSION, ITEMS, ORDER, RESPONSE, TEXT, WATCHERS, REPLIES, ENDED = 1, 2, 3, 4, 5, 6, 7, 8
+-- How many responses without an item are remembered.
+local MOST_ENDED = 10
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -59,6 +63,17 @@ end
 local function before_id(keys, id)
   local at = redis.call('LPOS', keys[ORDER], id)
   if at and at > 0 then return redis.call('LINDEX', keys[ORDER], at - 1) end
+  return nil
+end
+
+-- The item that a response left, as JSON, and whether it is in the conversation; nil if we know nothing of it.
+local function left_by(keys, response_id)
+  local id = redis.call('HGET', keys[REPLIES], '>' .. response_id)
+  local item = id and redis.call('HGET', keys[ITEMS], id)
+  if item then return item, true, id end
+  for _, ended in ipairs(redis.call('LRANGE', keys[ENDED], 0, -1)) do
+    if string.find(ended, '"response_id":"' .. response_id .. '"', 1, true) then return ended, false end
+  end
   return nil
 end
 

@@ -12,6 +12,7 @@ register('begin', function(keys, args)
     if redis.call('LPOS', keys[ORDER], item_id) == 0 then ids = {} end
     return {'ok', running[3], redis.call('HMGET', keys[SESSION], 'engine', 'engine_epoch'), items_of(keys, ids)}
   end
+  if left_by(keys, response_id) then return {'ended'} end  -- asked again so late that it is over
   if in_reply_to ~= '' then
     if redis.call('HEXISTS', keys[ITEMS], in_reply_to) == 0 then return {'no_item'} end
     local reply = redis.call('HGET', keys[REPLIES], in_reply_to)

@@ -1,6 +1,6 @@
 -- The end of a response, in one step: item, response, text, binding's tokens and version.
--- ARGV: session id, ttl ms, empty ttl ms, replica, response id, token, item id, item JSON ('' if the place is given
--- up), in reply to ('' for none), tokens to expect in the engine's cache, body of the message.
+-- ARGV: session id, ttl ms, empty ttl ms, replica, response id, token, item id, item JSON, in reply to ('' for none),
+-- tokens to expect in the engine's cache, body of the message, '1' if the item stays (else its place is given up).
 register('finish', function(keys, args)
   local response_id, token, item_id = args[5], args[6], args[7]
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token')
@@ -10,18 +10,31 @@ register('finish', function(keys, args)
     if ended[1] == token then return {'ok', ended[2]} end
     return {held[1] and 'refused' or 'missing'}
   end
-  if args[8] == '' then
+  if args[12] ~= '1' then
+    redis.call('LPUSH', keys[ENDED], args[8])
+    redis.call('LTRIM', keys[ENDED], 0, MOST_ENDED - 1)
     redis.call('HDEL', keys[ITEMS], item_id)
     redis.call('LREM', keys[ORDER], -1, item_id)
     if args[9] ~= '' then redis.call('HDEL', keys[REPLIES], args[9]) end
   else
     redis.call('HSET', keys[ITEMS], item_id, args[8])
+    redis.call('HSET', keys[REPLIES], '>' .. response_id, item_id)
   end
   redis.call('DEL', keys[RESPONSE], keys[TEXT])
   local message = change(keys, args[4], args[1], 'end', args[11])
   redis.call('HSET', keys[SESSION], 'ended_token', token, 'ended_message', message, 'expected_tokens', args[10])
   touch(keys, args[2], args[3])
   return {'ok', message}
+end)
+
+-- What a response left: the version at which it was read, the id before its item, the item, '1' if that is in the
+-- conversation. ARGV: session id, response id.
+register('answer', function(keys, args)
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  if not version then return {'gone'} end
+  local item, kept, id = left_by(keys, args[2])
+  if not item then return {'ok', version, false, false, '0'} end
+  return {'ok', version, kept and before_id(keys, id) or false, item, kept and '1' or '0'}
 end)
 
 -- Take a response over from an owner that is gone: whoever holds the token that was just read may set a new one.

@@ -23,7 +23,8 @@ register('item_add', function(keys, args)
   return {'ok', message}
 end)
 
--- Take an item out. ARGV: session id, ttl ms, empty ttl ms, replica, item id, the item that it answers ('' for none).
+-- Take an item out. ARGV: session id, ttl ms, empty ttl ms, replica, item id, the item that it answers ('' for none),
+-- the response that made it ('' for none).
 register('item_delete', function(keys, args)
   local id = args[5]
   if redis.call('HGET', keys[RESPONSE], 'item_id') == id then return {'busy'} end
@@ -33,6 +34,7 @@ register('item_delete', function(keys, args)
     local reply = redis.call('HGET', keys[REPLIES], args[6])
     if reply and string.sub(reply, -#id) == id then redis.call('HDEL', keys[REPLIES], args[6]) end
   end
+  if args[7] ~= '' then redis.call('HDEL', keys[REPLIES], '>' .. args[7]) end
   local message = change(keys, args[4], args[1], 'deleted', '"item_id":' .. quoted(id))
   touch(keys, args[2], args[3])
   return {'ok', message}

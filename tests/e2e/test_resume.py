@@ -1,0 +1,231 @@
+"""A client that lost its connection comes back with what it holds, and goes on without a word lost or told twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from chat_server.engine.simulated import answer_for
+from tests.support import ws
+from tests.support.server import QUICK, RunningServer, another, running_server
+
+pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
+
+DELTA = "response.output_text.delta"
+LONG = "Tell me more, in 300 words."
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
+    """Two replicas on one store and the same engines."""
+    slow = replace(QUICK, tokens_per_s=400.0)
+    async with running_server(tmp_path_factory.mktemp("resume"), simulated=slow) as one, another(one) as two:
+        yield [one, two]
+
+
+@dataclass
+class Held:
+    """What a client has of one answer, by the offset rule, over any number of connections."""
+
+    session_id: str
+    response_id: str
+    item_id: str
+    epoch: str = ""
+    text: str = ""
+    done: dict[str, Any] | None = None
+
+    @asynccontextmanager
+    async def back(self, replica: RunningServer, **query: Any) -> AsyncIterator[ws.WsClient]:
+        """The client comes back to any replica."""
+        point = {"response_id": self.response_id, "epoch": self.epoch, "offset": len(self.text)}
+        async with replica.connect(session_id=self.session_id, extensions=1, **point, **query) as client:
+            client.texts[self.item_id] = self.text
+            yield client
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event.get("response_id") == self.response_id and event["type"] == DELTA:
+            assert event["offset"] <= len(self.text), "a gap"
+            self.text = self.text[: event["offset"]] + event["delta"]
+            self.epoch = event["epoch"]
+        if event["type"] == "response.done" and event["response"]["id"] == self.response_id:
+            assert self.done is None, "told twice"
+            self.done = event["response"]
+
+    async def read(self, client: ws.WsClient, deltas: int | None = None) -> None:
+        """Read that many deltas, or to the end."""
+        while self.done is None and deltas != 0:
+            event = await client.next()
+            self.take(event)
+            if event["type"] == DELTA and deltas is not None:
+                deltas -= 1
+
+
+async def begin(client: ws.WsClient, text: str = LONG, **response: Any) -> Held:
+    await client.say(text)
+    await client.send("response.create", response=response)
+    added = await client.until("response.output_item.added")
+    return Held(client.session["id"], added["response_id"], added["item"]["id"])
+
+
+def whole(text: str = LONG) -> str:
+    return answer_for([{"role": "user", "content": text}])
+
+
+async def test_cut_at_any_moment_over_any_replica_any_number_of_times(replicas: list[RunningServer]) -> None:
+    """A cut socket, without a word, between any two frames; each time it goes on from where it was."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    async with replicas[0].connect(extensions=1) as client:
+        held = await begin(client)
+        await held.read(client, deltas=chance.randrange(20))
+        client.connection.transport.abort()
+    cuts = 0
+    while held.done is None:
+        cuts += 1
+        async with held.back(chance.choice(replicas)) as client:
+            active = client.events[0]["active_response"]
+            if active is not None:
+                assert active["offset"] == len(held.text), "it went on from where it was"
+            before = len(client.events)
+            await held.read(client, deltas=chance.randrange(1, 25))
+            first = next((event for event in client.events[before:] if event["type"] == DELTA), None)
+            assert first is None or first["offset"] <= len(held.text)
+            client.connection.transport.abort()
+    assert cuts > 5
+    assert held.text == whole()
+    assert held.done["status"] == "completed"
+    assert held.done["output"][0]["content"][0]["text"] == held.text
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("replica", [0, 1])
+async def test_an_answer_that_ended_meanwhile_is_told_to_its_end(
+    replicas: list[RunningServer], replica: int, others: int
+) -> None:
+    """Also when other turns followed it: its rest, its end with usage and metadata, nothing of its beginning."""
+    async with replicas[0].connect(extensions=1) as client:
+        held = await begin(client, metadata={"topic": "sea"})
+        await held.read(client, deltas=3)
+        so_far = held.text
+        end = await client.until("response.done")
+        for number in range(others):
+            await client.turn(f"Next {number}")
+    async with held.back(replicas[replica]) as client:
+        assert client.events[0]["active_response"] is None
+        await held.read(client)
+        assert [event["type"] for event in client.events[1:]] == [
+            DELTA,
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "conversation.item.done",
+            "response.done",
+        ]
+        assert client.events[1]["offset"] == len(so_far)
+    assert held.done == end["response"]
+    assert held.text == end["response"]["output"][0]["content"][0]["text"]
+
+
+async def test_with_history_the_answer_is_told_in_its_place(replicas: list[RunningServer]) -> None:
+    """Items before it, its rest, items after it; each once."""
+    async with replicas[0].connect(extensions=1) as client:
+        first = await client.turn("The first")
+        held = await begin(client)
+        await held.read(client, deltas=3)
+        await client.until("response.done")
+        last = await client.turn("The last")
+    async with held.back(replicas[1], history="all") as client:
+        while client.events[-1].get("item", {}).get("id") != last.response["output"][0]["id"]:
+            held.take(await client.next())
+        await client.next()
+        told = [event["item"]["id"] for event in client.events if event["type"] == "conversation.item.done"]
+        items = [first.user_item["id"], first.response["output"][0]["id"]]
+        assert told[:2] == items
+        assert len(told) == len(set(told)) == 6
+        types = [event["type"] for event in client.events]
+        assert types.index("response.done") < len(types) - 4
+    assert held.done is not None
+    assert held.text == held.done["output"][0]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("epoch", ["", "epoch_unknown"])
+async def test_text_of_an_unknown_making_starts_again(replicas: list[RunningServer], epoch: str) -> None:
+    """Whole or from 0, never a mixture."""
+    async with replicas[0].connect(extensions=1) as client:
+        held = await begin(client)
+        await held.read(client, deltas=5)
+    held.epoch, held.text = epoch, "x" * 20
+    async with held.back(replicas[1]) as client:
+        await held.read(client)
+        first = next(event for event in client.events if event["type"] == DELTA)
+        assert first["offset"] == 0
+    assert held.text == whole()
+
+
+async def test_an_answer_that_left_nothing_is_ended_all_the_same(replicas: list[RunningServer]) -> None:
+    """Cancelled before its first text: its place was given up, and the client hears so when it comes back."""
+    async with replicas[0].connect(extensions=1) as client:
+        held = await begin(client)
+        await client.send("response.cancel", seen=0)
+        await client.until("response.done")
+    async with held.back(replicas[1]) as client:
+        await held.read(client)
+        assert [event["type"] for event in client.events[1:]] == [
+            "response.output_item.done",
+            "conversation.item.deleted",
+            "response.done",
+        ]
+    assert held.done is not None
+    assert (held.done["status"], held.done["output"]) == ("cancelled", [])
+
+
+async def test_a_cut_answer_takes_back_what_was_not_seen(replicas: list[RunningServer]) -> None:
+    """Another tab stopped it at what it had seen; who comes back with more of it gives that up."""
+    async with replicas[0].connect(extensions=1) as one:
+        held = await begin(one)
+        await held.read(one, deltas=20)
+        await one.send("response.cancel", seen=10)
+        await one.until("response.done")
+    assert len(held.text) > 10
+    async with held.back(replicas[1]) as two:
+        await held.read(two)
+    assert held.done is not None
+    assert held.text == held.done["output"][0]["content"][0]["text"] == whole()[:10]
+
+
+async def test_an_answer_that_nobody_knows_is_not_told(replicas: list[RunningServer]) -> None:
+    """The session goes on; what it was is not made up."""
+    async with replicas[0].connect() as client:
+        turn = await client.turn("Hello")
+        assert turn.text
+    query = {"session_id": client.session["id"], "response_id": "resp_" + "0" * 32, "epoch": "x", "offset": 5}
+    async with replicas[1].connect(extensions=1, **query) as client:
+        await client.send("ping", t=1)
+        assert (await client.expect("pong"))["t"] == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"response_id": "resp_" + "0" * 32}, "session_id"),
+        ({"session_id": "", "response_id": "no id"}, "response_id"),
+        ({"session_id": "", "response_id": "resp_" + "0" * 32, "offset": "-1"}, "offset"),
+        ({"session_id": "", "response_id": "resp_" + "0" * 32, "offset": "9" * 11}, "offset"),
+    ],
+)
+async def test_a_resume_point_that_is_none_is_refused(
+    replicas: list[RunningServer], query: dict[str, Any], param: str
+) -> None:
+    """Before the upgrade, with what is wrong."""
+    if "session_id" in query:
+        async with replicas[0].connect() as client:
+            query = {**query, "session_id": client.session["id"]}
+    refusal = await ws.refused(replicas[0].ws_url, **query)
+    assert (refusal.status, refusal.error["param"]) == (400, param)
