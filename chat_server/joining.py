@@ -1,0 +1,122 @@
+"""A connection joins a session: what it is told of the past, and from where it goes on.
+
+It gets the state, and everything after it: nothing is missed, nothing told twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+from chat_server.core.items import Item
+from chat_server.core.response import Response, ResumePoint
+from chat_server.core.server_events import ItemAdded, ItemDone, encode
+from chat_server.errors import ClientError
+from chat_server.live import Connection, Gap, LiveSession
+from chat_server.store.redis import Store
+
+#: seconds to wait for messages that the store has told but that have not arrived, and between two looks.
+_PATIENCE_S = 2.0
+_LOOK_S = 0.005
+
+
+async def join(
+    store: Store,
+    live: LiveSession,
+    connection: Connection,
+    *,
+    resumed: bool,
+    history: int | None,
+    held: ResumePoint | None,
+) -> None:
+    """Let a connection join; holds the session's lock.
+
+    ``history`` is how many of the last items it wants first (0: all; None: none); ``held`` what its client has of
+    the answer that it was reading, whose rest it gets, also if that ended meanwhile. Raises Gap if the session was left
+    or dropped meanwhile, or what we know of it stays behind the store; ClientError if it is gone.
+    """
+    if live.closed or not live.loaded:  # it was left or dropped since it was opened
+        raise Gap
+    previous, items, ended = await _read(store, live, history, held)
+    # From here on there is no await: what the store tells next goes to this connection too.
+    outbox = connection.outbox
+    outbox.push(live.created(connection, resumed=resumed, held=held))
+    running = live.response
+    if ended is not None and all(item.id != ended.item_id for item in items):
+        outbox.tell_ended(ended, held)
+        ended = None
+    told = {response.item_id: response for response in (running, ended) if response is not None}
+    for response, run in _runs(previous, items, told):
+        if response is None:
+            outbox.push_source(run)
+        elif response is ended:
+            outbox.tell_ended(ended, held)
+    if running is not None:
+        outbox.begin(running, held if held is not None and held.response_id == running.id else None)
+    live.connections.add(connection)
+
+
+async def _read(
+    store: Store, live: LiveSession, history: int | None, held: ResumePoint | None
+) -> tuple[str | None, list[Item], Response | None]:
+    """What a joining connection is told of the past, read when this replica knew exactly what the store held.
+
+    The id before the first item, the items, and the answer that the client was reading if that ended. Raises Gap
+    if that moment never comes.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        version = live.version
+        previous, items, ended = None, list[Item](), None
+        if history is not None:
+            reply = await store.last_items(live.id, history)
+            if reply is None:
+                raise no_session(live.id)
+            read_at, previous, items = reply
+            if read_at != live.version:
+                await asyncio.sleep(_LOOK_S)  # the message that made the difference is on its way
+                continue
+        if held is not None and (live.response is None or live.response.id != held.response_id):
+            answer = await store.answer(live.id, held.response_id)
+            if answer is None:
+                raise no_session(live.id)
+            read_at, ended = answer
+            if read_at != live.version:
+                await asyncio.sleep(_LOOK_S)
+                continue
+        if version == live.version:
+            return previous, items, ended
+    raise Gap
+
+
+def no_session(session_id: str) -> ClientError:
+    return ClientError("session_not_found", f"There is no session {session_id}.", status=404)
+
+
+def _runs(
+    previous: str | None, items: list[Item], told: dict[str, Response]
+) -> Iterator[tuple[Response | None, Callable[[], bytes | None]]]:
+    """The items in their order: frames of those between, and in its place each answer that is ``told`` by itself."""
+    run: list[tuple[str | None, Item]] = []
+    for item in items:
+        if (response := told.get(item.id)) is not None:
+            yield None, _item_frames(run)
+            yield response, lambda: None
+            run = []
+        else:
+            run.append((previous, item))
+        previous = item.id
+    yield None, _item_frames(run)
+
+
+def _item_frames(run: list[tuple[str | None, Item]]) -> Callable[[], bytes | None]:
+    """Frames of stored items, made one by one as the socket takes them."""
+
+    def frames() -> Iterator[bytes]:
+        for previous, item in run:
+            yield encode(ItemAdded(previous_item_id=previous, item=item))
+            yield encode(ItemDone(previous_item_id=previous, item=item))
+
+    made = frames()
+    return lambda: next(made, None)
