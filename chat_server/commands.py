@@ -18,8 +18,8 @@ from chat_server.live import Connection, LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.redis import Store
-from chat_server.store.replies import BeginReply
-from chat_server.turn import Conductor, Stop, Turn
+from chat_server.store.replies import BeginReply, Cut
+from chat_server.turn import Conductor, Turn
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +154,26 @@ class Commands:
     async def cancel(
         self, live: LiveSession, connection: Connection, response_id: str | None, seen: int | None
     ) -> None:
-        """Stop the running answer; its end is told when the engine's stream is closed."""
+        """Stop the running answer, whichever replica makes it; its end is told when the engine's stream is closed.
+
+        First the wish is stored, so that the answer never comes back, whoever dies meanwhile.
+        """
         response = live.response
-        if response is None or live.turn is None or response_id not in (None, response.id):
-            raise ClientError("response_cancel_not_active", "There is no such response in progress.")
-        told = connection.outbox.told(response.id) or 0
-        live.turn.stop(Stop(cut=told if seen is None else seen))
+        wanted = response_id or (response.id if response is not None else None)
+        if wanted is None:
+            raise _not_active()
+        cut = seen if seen is not None else connection.outbox.told(wanted) or 0
+        turn = live.turn if live.turn is not None and live.turn.response.id == wanted else None
+        try:
+            wish = await self._store.cancel(live.id, wanted, cut)
+        except StoreUnavailable:
+            if turn is None:
+                raise
+            wish = Cut(cut)  # the engine need not wait for the store; the end does
+        if wish is None:
+            raise _not_active()
+        if turn is not None:
+            turn.stop(wish)
 
     # --- answers
 
@@ -171,6 +185,7 @@ class Commands:
             response=live.response,
             # What was told when somebody stops the answer is the last of it: the text is cut there.
             on_stored=lambda: None if turn.stopped else live.pump(),
+            on_wish=lambda: turn.stop(None),
             on_lost=lambda reply: self._lost(live, turn, reply),
         )
         turn = Turn(
@@ -221,3 +236,7 @@ def _no_item(item_id: str | None, param: str) -> ClientError:
 
 def _full(most: int) -> ClientError:
     return ClientError("too_many_items", f"The conversation has {most} items, which is the limit. Start a new one.")
+
+
+def _not_active() -> ClientError:
+    return ClientError("response_cancel_not_active", "There is no such response in progress.")

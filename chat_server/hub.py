@@ -22,8 +22,9 @@ from chat_server.errors import ClientError, StoreError
 from chat_server.live import Connection, Gap, LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
-from chat_server.store.messages import AnyChange, Text
+from chat_server.store.messages import AnyChange, Cancel, Text
 from chat_server.store.redis import LEASE_MS, Store
+from chat_server.store.replies import Cut
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Hub:
         finally:
             live.reading = False
             held, live.held = live.held, []
-        for message in held:
+        for message in held if live.loaded else ():
             self._take(live, message)
 
     async def join(
@@ -179,6 +180,7 @@ class Hub:
     def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered or another replica told; a session with a gap is dropped."""
         decoded = messages.decode(message)
+        assert not isinstance(decoded, Cancel), "it is no news of the session"
         self._take(live, decoded)
         return decoded
 
@@ -213,14 +215,17 @@ class Hub:
 
     def _hear(self, raw: bytes) -> None:
         try:
-            session_id = messages.decode(raw).session
+            message = messages.decode(raw)
         except ValueError:
             log.error("Another replica told something that is no message of this version")
             return
-        live = self._sessions.get(session_id)
-        if live is not None and (live.loaded or live.reading):
+        live = self._sessions.get(message.session)
+        if isinstance(message, Cancel):
+            if live is not None:
+                live.stop(message.response, Cut(message.cut))
+        elif live is not None and (live.loaded or live.reading):
             try:
-                self.apply(live, raw)
+                self._take(live, message)
             except Exception:
                 log.exception("Session %s: a message could not be applied; its connections start again", live.id)
                 self.drop(live)
@@ -267,15 +272,33 @@ class Hub:
             return
         token = new_id("token")
         live.doubted = True  # until it is done: each step may stay without an answer
-        if not await self._store.take_over(live.id, live.response_token, token):
+        taken = await self._store.take_over(live.id, live.response_token, token)
+        if taken is None:
             return
-        length = response.length
+        length, epochs = len(taken.text), list(response.epochs)
         details = StatusDetails(type="incomplete")
+        if taken.wish is not None:
+            details = StatusDetails(type="cancelled", reason="client_cancelled")
+            if taken.wish.length < length:
+                length = taken.wish.length
+                epochs.append((new_id("epoch"), length))
         outcome = Outcome(
-            status="incomplete", details=details, text_length=length, epochs=response.epochs, keeps_item=length > 0
+            status="incomplete" if taken.wish is None else "cancelled",
+            details=details,
+            text_length=length,
+            epochs=epochs,
+            keeps_item=length > 0,
         )
-        item = response.make_item("incomplete", response.text(0), outcome)
-        reply = await self._store.end(live.id, response.id, token, item, rest_offset=length, rest="", outcome=outcome)
+        reply = await self._store.end(
+            live.id,
+            response.id,
+            token,
+            response.make_item("incomplete", taken.text[:length], outcome),
+            rest_offset=response.length,
+            rest=taken.text[response.length :],
+            outcome=outcome,
+            cut=taken.wish.length if taken.wish else None,
+        )
         if isinstance(reply, bytes):
             log.warning("Session %s: nobody makes an answer any more; it ends as it stands", live.id)
             await self.apply_own(live, reply)

@@ -36,7 +36,7 @@ from chat_server.store.messages import (
     SettingsChanged,
     Text,
 )
-from chat_server.store.replies import SessionState
+from chat_server.store.replies import Cut, SessionState
 from chat_server.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class LiveSession:
         self.settings = state.settings
         self.version = state.version
         self.item_count = state.item_count
+        self._heed(state)
         if self.turn is not None:
             return
         self.response = None
@@ -106,6 +107,15 @@ class LiveSession:
             self.response_owner, self.response_token = running.replica, running.token
             self._stored(self.response, running.text, len(running.text.encode()))
 
+    def _heed(self, state: SessionState) -> None:
+        if state.running is not None and state.running.wish is not None:
+            self.stop(state.running.begun.id, state.running.wish)
+
+    def stop(self, response_id: str, cut: Cut) -> None:
+        """Somebody wants an answer stopped: if it is made here, that is done."""
+        if self.turn is not None and self.turn.response.id == response_id:
+            self.turn.stop(cut)
+
     def unload(self) -> None:
         """Forget all but an answer that is made here: it has to be read again."""
         self.version = -1
@@ -113,6 +123,7 @@ class LiveSession:
 
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
+        self._heed(state)
         if state.version != self.version:
             return False
         if self.response is not None and self.turn is None:

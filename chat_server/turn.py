@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from msgspec import UNSET
 
@@ -23,11 +22,12 @@ from chat_server.core.principal import Principal
 from chat_server.core.response import Outcome, Response, State
 from chat_server.core.session import cache_salt
 from chat_server.engine.fleet import Engine, Fleet
-from chat_server.engine.vllm import ChatRequest, Finish, VllmClient
+from chat_server.engine.vllm import ChatRequest, Finish, Usage, VllmClient
 from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, StoreError, StoreUnavailable
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.redis import Store
+from chat_server.store.replies import Cut
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,6 @@ _END_S = 600.0
 _END_RETRY_S = 0.25
 
 _CANCELLED = StatusDetails(type="cancelled", reason="client_cancelled")
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Somebody stopped the answer: the text is cut to ``cut`` code points, never past what is stored."""
-
-    cut: int
 
 
 class Turn:
@@ -69,7 +62,9 @@ class Turn:
         self.writer = writer
         self.prompt = prompt
         self.binding = binding
-        self.stopped: Stop | None = None
+        #: somebody wants it stopped; the cut may not be known yet: the end is told it.
+        self.stopped = False
+        self.cut: Cut | None = None
         self.engine = ""
         self.started_at = time.monotonic()
         self.placed_at: float | None = None
@@ -90,10 +85,11 @@ class Turn:
 
     # --- stopping
 
-    def stop(self, stop: Stop) -> None:
-        """Stop the answer; a second stop changes nothing."""
-        if self.stopped is None:
-            self.stopped = stop
+    def stop(self, cut: Cut | None) -> None:
+        """Stop the answer, by a wish that the store holds (None: whatever that is). The first one counts."""
+        self.cut = self.cut or cut
+        if not self.stopped:
+            self.stopped = True
             self.abandon()
 
     def abandon(self) -> None:
@@ -144,15 +140,25 @@ class Conductor:
         if not await self._settled(turn):
             return
         rest = response.take_rest()
-        length = response.length + len(rest)
-        epochs = list(response.epochs)
-        if turn.stopped:  # perhaps only now: the text is cut all the same, so it is not whole
-            status, details = "cancelled", _CANCELLED
-            rest, length = "", min(turn.stopped.cut, response.length)
-            if length < response.length:
-                epochs.append((new_id("epoch"), length))
         usage = finish.usage if finish else None
-        outcome = Outcome(
+        while True:
+            if turn.stopped:  # perhaps only now: the text is cut all the same, so it is not whole
+                status, details, rest = "cancelled", _CANCELLED, ""
+            outcome = self._outcome(turn, status, details, response.length + len(rest), usage)
+            reply = await self._end(turn, rest, outcome, ended, lock)
+            if not isinstance(reply, Cut):
+                return
+            turn.stop(reply)  # it was wished before the end was stored
+            turn.cut = reply
+
+    def _outcome(
+        self, turn: Turn, status: ResponseStatus, details: StatusDetails, length: int, usage: Usage | None
+    ) -> Outcome:
+        epochs = list(turn.response.epochs)
+        if turn.cut is not None and turn.cut.length < length:
+            length = turn.cut.length
+            epochs.append((new_id("epoch"), length))
+        return Outcome(
             status=status,
             details=details,
             usage=WireUsage.of(usage.input_tokens, usage.output_tokens, usage.cached_tokens) if usage else None,
@@ -162,7 +168,6 @@ class Conductor:
             epochs=epochs,
             keeps_item=length > 0 or status == "completed",
         )
-        await self._end(turn, rest, outcome, ended, lock)
 
     async def answer(self, turn: Turn) -> Finish:
         """Find an engine and read its answer; another engine while none has given any text."""
@@ -304,8 +309,11 @@ class Conductor:
 
     async def _end(
         self, turn: Turn, rest: str, outcome: Outcome, ended: Callable[[bytes], Awaitable[None]], lock: asyncio.Lock
-    ) -> None:
-        """Store the end, then tell it; while the store is away, try on."""
+    ) -> Cut | None:
+        """Store the end, then tell it; while the store is away, try on.
+
+        Returns a wish to stop that was not carried out, if there is one; nothing is stored then.
+        """
         response = turn.response
         text = (response.text(0) + rest)[: outcome.text_length]
         item = response.make_item("completed" if outcome.status == "completed" else "incomplete", text, outcome)
@@ -321,17 +329,20 @@ class Conductor:
                         rest_offset=response.length,
                         rest=rest,
                         outcome=outcome,
+                        cut=turn.cut.length if turn.cut else None,
                     )
+                    if isinstance(reply, Cut):
+                        return reply
                     if isinstance(reply, bytes):
                         await ended(reply)
                     else:
                         turn.writer.lost = True
                         turn.writer.on_lost(reply)
-                return
+                return None
             except StoreUnavailable as error:
                 if time.monotonic() > deadline:
                     log.error("The end of an answer could not be stored for %.0f s: %s", _END_S, error)
-                    return
+                    return None
                 response.waiting_for_store = True
                 await asyncio.sleep(_END_RETRY_S)
 

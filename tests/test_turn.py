@@ -22,7 +22,8 @@ from chat_server.settings import Limits
 from chat_server.store import messages
 from chat_server.store.committer import Writer
 from chat_server.store.messages import ResponseEnded
-from chat_server.turn import Conductor, Stop, Turn
+from chat_server.store.replies import Cut
+from chat_server.turn import Conductor, Turn
 from tests.support.server import QUICK, RunningServer, running_server
 from tests.support.ws import WsClient
 
@@ -290,7 +291,7 @@ class Script:
             metadata=None,
         )
         response = Response(begun, previous_item_id=None)
-        writer = Writer("s", "token_1", response, lambda: None, lambda reply: None)
+        writer = Writer("s", "token_1", response, lambda: None, lambda: None, lambda reply: None)
         return Turn(
             session_id="s",
             principal=LOCAL,
@@ -329,7 +330,7 @@ async def test_a_stop_that_comes_as_the_answer_is_whole_cancels_it() -> None:
     """Its text is cut, so it must not call itself completed."""
     script = Script()
     turn = script.turn()
-    script.on_settle = lambda: turn.stop(Stop(cut=2))
+    script.on_settle = lambda: turn.stop(Cut(2))
     end = await script.run(turn)
     assert (end.outcome.status, end.outcome.text_length) == ("cancelled", 2)
     assert script.ends[0]["item"].text == "He"

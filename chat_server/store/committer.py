@@ -27,14 +27,15 @@ _RETRY_S = 0.2
 class Writer:
     """One running response as its owner writes it.
 
-    ``on_stored`` is called after its text was stored: more may be told. ``on_lost`` when the store will not take its
-    text any more (another owner, or the response is gone).
+    ``on_stored`` is called after its text was stored: more may be told. ``on_wish`` when the store says that somebody
+    wants it stopped, ``on_lost`` when it will not take its text any more (another owner, or the response is gone).
     """
 
     session_id: str
     token: str
     response: Response
     on_stored: Callable[[], None]
+    on_wish: Callable[[], None]
     on_lost: Callable[[CommitReply], None]
     lost: bool = False
 
@@ -125,8 +126,10 @@ class Committer:
     def _answer(self, writer: Writer, reply: CommitReply) -> None:
         """Carry one reply out. A callback that raises ends its own response, nobody else's."""
         try:
-            if reply == "ok":
+            if reply in ("ok", "wished"):
                 writer.response.stored_in_flight()
+                if reply == "wished":
+                    writer.on_wish()
                 writer.on_stored()
                 if writer.response.has_pending:
                     self.add(writer)

@@ -76,16 +76,28 @@ class Text:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """To the owner of a response: somebody wants it stopped, its text cut to ``cut`` code points."""
+
+    session: str
+    response: str
+    cut: int
+
+
 _decoder: msgspec.json.Decoder[AnyChange] = msgspec.json.Decoder(AnyChange)
 _encoder = msgspec.json.Encoder()
 
 
-def decode(raw: bytes) -> AnyChange | Text:
+def decode(raw: bytes) -> AnyChange | Text | Cancel:
     """A message from an inbox or a script's reply. Raises ValueError for one that is neither."""
     if raw.startswith(b"text "):
         head, _, data = raw.partition(b"\n")
         _, session, response, epoch, offset = head.decode().split(" ")
         return Text(session, response, epoch, int(offset), data.decode(), len(data))
+    if raw.startswith(b"cancel "):
+        _, session, response, cut = raw.decode().split(" ")
+        return Cancel(session, response, int(cut))
     return _decoder.decode(raw)
 
 

@@ -28,7 +28,16 @@ from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response, ended_response
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store import keys, messages
-from chat_server.store.replies import Added, BeginReply, CommitReply, RunningState, SessionState, TextCommit
+from chat_server.store.replies import (
+    Added,
+    BeginReply,
+    CommitReply,
+    Cut,
+    RunningState,
+    SessionState,
+    TakenOver,
+    TextCommit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +306,12 @@ class Store:
         rest_offset: int,
         rest: str,
         outcome: Outcome,
-    ) -> bytes | Literal["refused", "missing"]:
-        """End a response: item, response, text, binding and version change in one step. The message, or why not."""
+        cut: int | None = None,
+    ) -> bytes | Cut | Literal["refused", "missing"]:
+        """End a response: item, response, text, binding and version change in one step. The message, or why not.
+
+        ``cut`` is the wish to stop that is carried out; while there is another one, nothing is written: it comes back.
+        """
         in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
         expected = outcome.usage.total_tokens if outcome.usage else 0
         reply = await self._call(
@@ -314,15 +327,28 @@ class Store:
             expected,
             messages.end_body(response_id, rest_offset, rest, outcome),
             int(outcome.keeps_item),
+            "" if cut is None else cut,
         )
         if reply[0] == b"ok":
             return bytes(reply[1])
+        if reply[0] == b"cancelled":
+            return Cut(int(reply[1]))
         return "refused" if reply[0] == b"refused" else "missing"
 
-    async def take_over(self, session_id: str, read_token: str, new_token: str) -> bool:
-        """Become the owner of a response whose owner is gone; False if somebody else was quicker."""
+    async def cancel(self, session_id: str, response_id: str, cut: int) -> Cut | None:
+        """Wish a running response stopped, and its text cut to ``cut`` code points; None if it does not run.
+
+        The first wish counts: it is what comes back. The owner carries it out, whoever that is by then.
+        """
+        reply = await self._call(session_id, "cancel", self.replica_id, response_id, cut)
+        return Cut(int(reply[1])) if reply[0] == b"ok" else None
+
+    async def take_over(self, session_id: str, read_token: str, new_token: str) -> TakenOver | None:
+        """Become the owner of a response whose owner is gone; None if somebody else was quicker."""
         reply = await self._call(session_id, "take_over", self.replica_id, read_token, new_token)
-        return bool(reply[0] == b"ok")
+        if reply[0] != b"ok":
+            return None
+        return TakenOver(reply[1].decode(), None if reply[2] is None else Cut(int(reply[2])))
 
     # --- replicas
 
@@ -445,4 +471,5 @@ def _running(fields: dict[str, bytes], text: bytes, previous: bytes | None) -> R
         token=fields["token"].decode(),
         replica=fields["replica"].decode(),
         text=text.decode(),
+        wish=Cut(int(fields["cancel"])) if "cancel" in fields else None,
     )

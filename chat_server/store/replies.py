@@ -12,6 +12,13 @@ from chat_server.core.response import Begun
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A wish to stop a response: its text is cut to ``length`` code points, never past what is stored."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionState:
     """A session as ``watch`` found it."""
 
@@ -32,6 +39,8 @@ class RunningState:
     token: str
     replica: str
     text: str
+    #: somebody wants it stopped.
+    wish: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +78,14 @@ class TextCommit:
     data: bytes
 
 
-#: What became of a commit: stored; this replica is not the owner (any more); the response or its text was lost.
-CommitReply = Literal["ok", "refused", "missing", "short"]
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A response that was taken over, as it is stored."""
+
+    text: str
+    wish: Cut | None
+
+
+#: What became of a commit: stored; stored, and somebody wants the response stopped; this replica is not the owner (any
+#: more); the response or its text was lost.
+CommitReply = Literal["ok", "wished", "refused", "missing", "short"]

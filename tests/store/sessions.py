@@ -13,7 +13,7 @@ from chat_server.core.response import Begun, Outcome, Response
 from chat_server.store import keys, messages
 from chat_server.store.messages import AnyChange
 from chat_server.store.redis import Store
-from chat_server.store.replies import BeginReply, TextCommit
+from chat_server.store.replies import BeginReply, Cut, TextCommit
 from tests.core.answers import begun
 
 ANN = Principal("acme", "ann")
@@ -93,20 +93,23 @@ async def end(
     *,
     stored: str = "",
     keep: bool = True,
-) -> bytes | str:
+    cut: int | None = None,
+) -> bytes | Cut | str:
     """End an answer with the whole ``text``, of which ``stored`` was committed."""
     details = StatusDetails(type="completed")
     outcome = Outcome(status="completed", details=details, text_length=len(text), epochs=asked.epochs, keeps_item=keep)
     whole = Response(asked, previous_item_id=None).make_item("completed", text, outcome)
     rest = text[len(stored) :]
-    return await store.end(session_id, asked.id, token, whole, rest_offset=len(stored), rest=rest, outcome=outcome)
+    return await store.end(
+        session_id, asked.id, token, whole, rest_offset=len(stored), rest=rest, outcome=outcome, cut=cut
+    )
 
 
-def change(message: bytes | str | None) -> AnyChange:
+def change(message: bytes | Cut | str | None) -> AnyChange:
     """A change, out of the store's message."""
     assert isinstance(message, bytes), message
     decoded = messages.decode(message)
-    assert not isinstance(decoded, messages.Text)
+    assert not isinstance(decoded, messages.Text | messages.Cancel)
     return decoded
 
 

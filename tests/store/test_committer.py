@@ -58,9 +58,10 @@ class Answer:
         self.response.move(State.PREFILL)
         self.told: list[str] = []
         self.lost: list[CommitReply] = []
+        self.wishes = 0
         self.fails = False
         self.changed = asyncio.Event()
-        self.writer = Writer(f"sess_{number}", f"token_{number}", self.response, self._stored, self._lost)
+        self.writer = Writer(f"sess_{number}", f"token_{number}", self.response, self._stored, self._wished, self._lost)
         self._committer = committer
 
     def _stored(self) -> None:
@@ -68,6 +69,9 @@ class Answer:
             raise RuntimeError("a connection of this one is broken")
         self.told.append(self.response.text(sum(map(len, self.told))))
         self.changed.set()
+
+    def _wished(self) -> None:
+        self.wishes += 1
 
     def _lost(self, reply: CommitReply) -> None:
         self.lost.append(reply)
@@ -310,3 +314,14 @@ async def test_settling_has_nothing_to_wait_for() -> None:
         async with asyncio.timeout(5):
             await committer.settle(idle.writer)
             await committer.settle(lost.writer)
+
+
+async def test_a_wish_to_stop_is_passed_on_with_the_text_that_was_stored() -> None:
+    """The message that said it may have been lost; what was stored is told all the same."""
+    store = FakeStore()
+    store.replies["resp_1"] = "wished"
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.says("Hello")
+        await answer.until(lambda: answer.told == ["Hello"])
+        assert (answer.wishes, answer.lost) == (1, [])

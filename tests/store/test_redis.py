@@ -69,7 +69,7 @@ async def test_what_is_not_there_is_gone(store: Store) -> None:
     assert await store.delete_item("sess_none", item()) == "gone"
     assert await store.last_items("sess_none", 0) is None
     assert await store.bind("sess_none", None, Binding("e", "1")) is None
-    assert await store.take_over("sess_none", "token_1", "token_2") is False
+    assert await store.take_over("sess_none", "token_1", "token_2") is None
     await store.unwatch("sess_none")
     assert await store.watch("sess_none") is None
 

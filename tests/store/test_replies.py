@@ -10,10 +10,10 @@ import redis.asyncio
 
 from chat_server.core.placement import Binding
 from chat_server.core.response import Response
-from chat_server.store import keys
-from chat_server.store.messages import ItemGone, ResponseBegan, ResponseEnded
+from chat_server.store import keys, messages
+from chat_server.store.messages import Cancel, ItemGone, ResponseBegan, ResponseEnded
 from chat_server.store.redis import Store
-from chat_server.store.replies import SessionState
+from chat_server.store.replies import Cut, SessionState, TakenOver
 from tests.store.sessions import (
     add,
     begin,
@@ -233,8 +233,9 @@ async def test_one_takes_an_answer_over(stores: Callable[..., Store]) -> None:
     asked, _ = await begin(old, session_id)
     await old.commit([commit(session_id, asked, "Hel")])
     took = await asyncio.gather(*(s.take_over(session_id, "token_1", f"new_{n}") for n, s in enumerate(several)))
-    assert sorted(took) == [False, False, True]
-    winner, token = several[took.index(True)], f"new_{took.index(True)}"
+    [number] = [number for number, taken in enumerate(took) if taken is not None]
+    assert took[number] == TakenOver("Hel", None)
+    winner, token = several[number], f"new_{number}"
     assert await old.commit([commit(session_id, asked, "lo", "Hel")]) == ["refused"]
     assert await end(old, session_id, asked, "Hello", stored="Hel") == "refused"
     state = await winner.watch(session_id)
@@ -306,3 +307,36 @@ async def state_of(store: Store, session_id: str) -> SessionState:
     state = await store.watch(session_id)
     assert state is not None
     return state
+
+
+async def test_the_first_wish_to_stop_counts_and_stays(stores: Callable[..., Store], raw: redis.asyncio.Redis) -> None:
+    """Whoever says it, whoever dies: it is found by commits, by the end, by who watches and by who takes over."""
+    owner, other = stores(), stores()
+    session_id = await new_session(owner)
+    asked, _ = await begin(owner, session_id)
+    assert await owner.commit([commit(session_id, asked, "Hello")]) == ["ok"]
+    async with owner.inbox() as inbox:
+        assert await other.cancel(session_id, asked.id, 3) == Cut(3)
+        assert messages.decode(await anext(inbox)) == Cancel(session_id, asked.id, 3)
+    assert await owner.cancel(session_id, asked.id, 5) == Cut(3)
+    assert await owner.commit([commit(session_id, asked, "!", "Hello")]) == ["wished"]
+    state = await state_of(owner, session_id)
+    assert state.running is not None
+    assert state.running.wish == Cut(3)
+    before = await owner.watch(session_id)
+    assert await end(owner, session_id, asked, "Hello!", stored="Hello!") == Cut(3)
+    assert await end(owner, session_id, asked, "Hello!", stored="Hello!", cut=5) == Cut(3)
+    assert await owner.watch(session_id) == before, "nothing was written"
+    assert await other.take_over(session_id, "token_1", "token_2") == TakenOver("Hello!", Cut(3))
+    assert isinstance(await end(other, session_id, asked, "Hel", "token_2", stored="Hel", cut=3), bytes)
+    assert await other.cancel(session_id, asked.id, 1) is None, "it is over"
+
+
+async def test_only_what_runs_can_be_stopped(store: Store) -> None:
+    """Not another response, not a session without one."""
+    session_id = await new_session(store)
+    assert await store.cancel(session_id, "resp_none", 0) is None
+    asked, _ = await begin(store, session_id)
+    assert await store.cancel(session_id, "resp_none", 0) is None
+    assert await store.cancel("sess_none", asked.id, 0) is None
+    assert isinstance(await end(store, session_id, asked, "Hello"), bytes)

@@ -1,0 +1,176 @@
+"""Stop that stops: from any tab on any replica, at any moment, and the engine is idle before anybody hears the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from chat_server.engine.simulated import answer_for
+from chat_server.hub import Hub
+from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.ws import WsClient
+
+pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
+
+DELTA = "response.output_text.delta"
+LONG = "Tell me more, in 600 words."
+WHOLE = answer_for([{"role": "user", "content": LONG}])
+
+hear = Hub._hear
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
+    """Two replicas on one store and the same engines, which take a moment to the first text."""
+    slow = replace(QUICK, tokens_per_s=300.0, first_token_s=0.1)
+    async with running_server(tmp_path_factory.mktemp("stop"), simulated=slow) as one, another(one) as two:
+        yield [one, two]
+
+
+def at_rest(server: RunningServer) -> bool:
+    return all(engine.engine.running == 0 for engine in server.engines)
+
+
+async def ended(server: RunningServer, client: WsClient) -> dict[str, Any]:
+    """Read to the end of the answer; at that moment no engine works on it."""
+    while (event := await client.next())["type"] != "response.done":
+        assert event["type"] != "error", event
+    assert at_rest(server), "the engine's stream was closed before the end was told"
+    response: dict[str, Any] = event["response"]
+    return response
+
+
+@pytest.mark.parametrize("stopper", [0, 1])
+@pytest.mark.parametrize("deltas", [0, 1, 30])
+async def test_any_tab_on_any_replica_stops_it(replicas: list[RunningServer], stopper: int, deltas: int) -> None:
+    """In prefill and in mid-text: cut to what the person saw, for all tabs and in the store; the next turn goes on."""
+    async with (
+        replicas[0].connect(extensions=1) as one,
+        replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        client = (one, two)[stopper]
+        await one.say(LONG)
+        await one.send("response.create")
+        created = await client.until("response.created")
+        for _ in range(deltas):
+            await client.until(DELTA)
+        seen = sum(len(event["delta"]) for event in client.events if event["type"] == DELTA) // 2
+        await client.send("response.cancel", response_id=created["response"]["id"], seen=seen)
+        for tab in (one, two):
+            response = await ended(replicas[0], tab)
+            assert response["status"] == "cancelled"
+            if seen:
+                [item] = response["output"]
+                assert item["content"][0]["text"] == tab.texts[item["id"]] == WHOLE[:seen]
+                assert item["status"] == "incomplete"
+            else:
+                assert response["output"] == []
+        assert (await client.turn("And now?")).response["status"] == "completed"
+
+
+async def test_a_stop_from_another_replica_without_seen_keeps_what_was_told_there(
+    replicas: list[RunningServer],
+) -> None:
+    """The connection that cancels decides for all."""
+    async with (
+        replicas[0].connect() as one,
+        replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        for _ in range(20):
+            await two.until(DELTA)
+        await two.send("response.cancel")
+        response = await ended(replicas[0], two)
+        [item] = response["output"]
+        assert item["content"][0]["text"] == two.texts[item["id"]]
+        assert WHOLE.startswith(item["content"][0]["text"])
+
+
+async def test_a_stop_followed_at_once_by_a_new_question(replicas: list[RunningServer]) -> None:
+    """The old answer ends, the new one begins; nobody waits in between."""
+    async with replicas[0].connect(extensions=1) as client:
+        await client.say(LONG)
+        await client.send("response.create")
+        for _ in range(5):
+            await client.until(DELTA)
+        await client.send("response.cancel", seen=4)
+        while client.events[-1]["type"] != "response.done":
+            await client.next()
+        turn = await client.turn("Something else")
+        asked = [("user", LONG), ("assistant", WHOLE[:4]), ("user", "Something else")]
+        prompt = [{"role": role, "content": content} for role, content in asked]
+        assert turn.text == answer_for(prompt, QUICK.words)
+
+
+async def test_a_second_stop_changes_nothing(replicas: list[RunningServer]) -> None:
+    """Two tabs on two replicas at once: one cut, the same for both; the loser hears of the end, or that it is over."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    for _ in range(5):
+        async with (
+            replicas[0].connect(extensions=1) as one,
+            replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+        ):
+            await one.say(LONG)
+            await one.send("response.create")
+            for client in (one, two):
+                for _ in range(chance.randrange(1, 10)):
+                    await client.until(DELTA)
+            await asyncio.gather(one.send("response.cancel", seen=5), two.send("response.cancel", seen=9))
+            texts = set()
+            for client in (one, two):
+                while client.events[-1]["type"] != "response.done":
+                    event = await client.next()
+                    assert event["type"] != "error" or event["error"]["code"] == "response_cancel_not_active"
+                [item] = client.events[-1]["response"]["output"]
+                texts.add(item["content"][0]["text"])
+                assert client.texts[item["id"]] == item["content"][0]["text"]
+            assert texts in ({WHOLE[:5]}, {WHOLE[:9]})
+
+
+async def test_a_tab_that_was_reloaded_stops_it(replicas: list[RunningServer]) -> None:
+    """By its id or without one, on the other replica, with the first connection gone."""
+    for named in (True, False):
+        async with replicas[0].connect() as client:
+            await client.say(LONG)
+            await client.send("response.create")
+            created = await client.until("response.created")
+            await client.until(DELTA)
+            session_id = client.session["id"]
+        async with replicas[1].connect(session_id=session_id, extensions=1) as client:
+            await client.until(DELTA)
+            which = {"response_id": created["response"]["id"]} if named else {}
+            await client.send("response.cancel", seen=7, **which)
+            response = await ended(replicas[0], client)
+            assert response["output"][0]["content"][0]["text"] == WHOLE[:7]
+
+
+async def test_a_stop_whose_message_is_lost_is_found_in_the_store(
+    replicas: list[RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message only hurries: the owner finds the wish with its next commit."""
+
+    def deaf(hub: Hub, raw: bytes) -> None:
+        if not raw.startswith(b"cancel "):
+            hear(hub, raw)
+
+    monkeypatch.setattr(Hub, "_hear", deaf)
+    async with (
+        replicas[0].connect(extensions=1) as one,
+        replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        await two.until(DELTA)
+        await two.send("response.cancel", seen=6)
+        for tab in (one, two):
+            response = await ended(replicas[0], tab)
+            assert response["output"][0]["content"][0]["text"] == WHOLE[:6]
