@@ -46,6 +46,12 @@ async def ended(server: RunningServer, client: WsClient) -> dict[str, Any]:
     return response
 
 
+async def read(client: WsClient, points: int) -> None:
+    """Read until the client has at least so many code points of the answer: nobody has seen more than was sent."""
+    while sum(map(len, client.texts.values())) < points:
+        await client.until(DELTA)
+
+
 @pytest.mark.parametrize("stopper", [0, 1])
 @pytest.mark.parametrize("deltas", [0, 1, 30])
 async def test_any_tab_on_any_replica_stops_it(replicas: list[RunningServer], stopper: int, deltas: int) -> None:
@@ -98,8 +104,7 @@ async def test_a_stop_followed_at_once_by_a_new_question(replicas: list[RunningS
     async with replicas[0].connect(extensions=1) as client:
         await client.say(LONG)
         await client.send("response.create")
-        for _ in range(5):
-            await client.until(DELTA)
+        await read(client, 4)
         await client.send("response.cancel", seen=4)
         while client.events[-1]["type"] != "response.done":
             await client.next()
@@ -122,8 +127,7 @@ async def test_a_second_stop_changes_nothing(replicas: list[RunningServer]) -> N
             await one.say(LONG)
             await one.send("response.create")
             for client in (one, two):
-                for _ in range(chance.randrange(1, 10)):
-                    await client.until(DELTA)
+                await read(client, chance.randrange(9, 40))
             await asyncio.gather(one.send("response.cancel", seen=5), two.send("response.cancel", seen=9))
             texts = set()
             for client in (one, two):
@@ -146,7 +150,7 @@ async def test_a_tab_that_was_reloaded_stops_it(replicas: list[RunningServer]) -
             await client.until(DELTA)
             session_id = client.session["id"]
         async with replicas[1].connect(session_id=session_id, extensions=1) as client:
-            await client.until(DELTA)
+            await read(client, 7)
             which = {"response_id": created["response"]["id"]} if named else {}
             await client.send("response.cancel", seen=7, **which)
             response = await ended(replicas[0], client)
@@ -169,7 +173,7 @@ async def test_a_stop_whose_message_is_lost_is_found_in_the_store(
     ):
         await one.say(LONG)
         await one.send("response.create")
-        await two.until(DELTA)
+        await read(two, 6)
         await two.send("response.cancel", seen=6)
         for tab in (one, two):
             response = await ended(replicas[0], tab)
