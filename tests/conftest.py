@@ -20,7 +20,7 @@ CATEGORIES = frozenset({"pure", "valkey", "server", "browser", "vllm"})
 #: (file, functions) that may read files: our own once, before the first connection is taken, and what libraries look up
 #: about themselves.
 MAY_BLOCK = [
-    ("chat_server/store/redis.py", {"library"}),
+    ("chat_server/store/server.py", {"library"}),
     ("redis/utils.py", {"get_lib_version"}),
 ]
 

@@ -252,7 +252,7 @@ async def test_a_write_whose_answer_is_lost_blocks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fields: dict[str, Any]
 ) -> None:
     """It may have been done all the same: the session is compared with the store, and goes on as that says."""
-    monkeypatch.setattr("chat_server.store.redis._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("chat_server.store.server._TIMEOUT_S", 0.3)
     async with running_server(tmp_path) as server, server.connect() as client:
         await client.say("Hello")
         async with frozen_store(server):
@@ -270,7 +270,7 @@ async def test_a_running_answer_is_not_ended_by_a_replica_that_could_not_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the store was away for longer than a lease, its owner gets to renew first, and the answer goes on."""
-    monkeypatch.setattr("chat_server.store.redis._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("chat_server.store.server._TIMEOUT_S", 0.3)
     monkeypatch.setattr("chat_server.store.redis.LEASE_MS", 400)
     slow = replace(QUICK, tokens_per_s=60.0)
     async with (

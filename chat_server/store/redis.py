@@ -1,32 +1,23 @@
 """The store: one atomic operation per script, over the keys of one session. Truth is here and nowhere else.
 
-Any server of the Redis protocol from version 7 on (the scripts are a function library). Every call has a deadline and
-raises StoreUnavailable when the server can not be reached; the same call with the same ids is then safe to repeat.
+Every call raises StoreUnavailable when the server can not be reached; the same call with the same ids is then safe to
+repeat.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from importlib import resources
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 import msgspec
-import redis.asyncio as redis_asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.core.items import Item, SessionSettings, decode_item, encode_item, to_wire
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response, ended_response
-from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.errors import StoreError
 from chat_server.store import keys, messages
 from chat_server.store.replies import (
     Added,
@@ -38,29 +29,12 @@ from chat_server.store.replies import (
     TakenOver,
     TextCommit,
 )
+from chat_server.store.server import Server
 
 log = logging.getLogger(__name__)
 
-#: seconds for one command, and for a connect: a store that takes longer is away.
-_TIMEOUT_S = 5.0
-_CONNECT_TIMEOUT_S = 2.0
 #: milliseconds that a replica is believed to live after its last sign.
 LEASE_MS = 4000
-
-
-def library() -> tuple[str, str]:
-    """The prefix of our functions' names, and the code of their library.
-
-    The prefix is made of the code: old and new replicas run side by side, each with its own functions.
-    """
-    folder = resources.files("chat_server.store") / "lua"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".lua")), key=lambda f: f.name)
-    body = "\n".join(f.read_text(encoding="utf-8") for f in files)
-    prefix = f"chat_{hashlib.sha256(body.encode()).hexdigest()[:12]}_"
-    head = (
-        f"#!lua name={prefix}lib\nlocal function register(name, f) redis.register_function('{prefix}' .. name, f) end\n"
-    )
-    return prefix, head + body
 
 
 class Store:
@@ -76,36 +50,18 @@ class Store:
         self._ttl = ttl_s * 1000
         self._empty_ttl = empty_ttl_s * 1000
         self._max_items = max_items
-        self._prefix, self._code = library()
-        self._redis: redis_asyncio.Redis = redis_asyncio.Redis.from_pool(
-            redis_asyncio.BlockingConnectionPool.from_url(
-                url,
-                max_connections=max_connections,
-                timeout=_TIMEOUT_S,
-                socket_timeout=None,  # see _translated
-                socket_connect_timeout=_CONNECT_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
-                retry_on_error=[RedisConnectionError],
-            )
-        )
+        self._server = Server(url, max_connections=max_connections)
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
-        async with _translated():
-            try:
-                await self._redis.function_load(self._code, replace=True)
-            except ResponseError as error:
-                raise StoreError(
-                    f"The store does not take our functions ({error}). Redis or Valkey from version 7 on is needed."
-                ) from error
+        await self._server.open()
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._server.close()
 
     async def ping(self) -> None:
         """Raises StoreUnavailable if the store does not answer."""
-        async with _translated():
-            await self._redis.ping()
+        await self._server.run("PING")
 
     # --- sessions
 
@@ -157,16 +113,12 @@ class Store:
     async def session_count(self, principal: Principal, now_ms: int) -> int:
         """How many sessions with items the user has; those that ended their life are forgotten first."""
         key = keys.user_sessions(principal)
-        async with _translated():
-            pipe = self._redis.pipeline(transaction=False)
-            pipe.zremrangebyscore(key, "-inf", now_ms - self._ttl)
-            pipe.zcard(key)
-            return int((await pipe.execute())[1])
+        _, count = await self._server.run_many(("ZREMRANGEBYSCORE", key, "-inf", now_ms - self._ttl), ("ZCARD", key))
+        return int(count)
 
     async def note_session(self, principal: Principal, session_id: str, now_ms: int) -> None:
         """Put a session into its user's index, or move it to the front."""
-        async with _translated():
-            await self._redis.zadd(keys.user_sessions(principal), {session_id: now_ms})
+        await self._server.run("ZADD", keys.user_sessions(principal), now_ms, session_id)
 
     # --- items
 
@@ -194,8 +146,7 @@ class Store:
 
     async def get_item(self, session_id: str, item_id: str) -> Item | None:
         """One item as it is stored."""
-        async with _translated():
-            raw = await self._redis.hget(keys.session_keys(session_id)[1], item_id)
+        raw = await self._server.run("HGET", keys.session_keys(session_id)[1], item_id)
         return decode_item(raw) if isinstance(raw, bytes) else None
 
     async def delete_item(self, session_id: str, item: Item) -> bytes | Literal["busy", "gone"]:
@@ -269,32 +220,25 @@ class Store:
 
     async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply]:
         """Store text of many responses in one round trip. Raises StoreUnavailable if all is to be tried again."""
-        async with _translated():
-            for attempt in (1, 2):
-                pipe = self._redis.pipeline(transaction=False)
-                for c in commits:
-                    names = keys.session_keys(c.session_id)
-                    pipe.execute_command(
-                        *("FCALL", f"{self._prefix}commit", len(names), *names, c.session_id, self.replica_id),
-                        *(c.response_id, c.token, c.epoch, c.byte_offset, c.offset, c.data),
-                    )
-                replies: list[Any] = await pipe.execute(raise_on_error=False)
-                if attempt == 1 and any(_is_unknown_function(reply) for reply in replies):
-                    await self._redis.function_load(self._code, replace=True)
-                    continue
-                return [self._commit_reply(reply) for reply in replies]
-        raise AssertionError("unreachable")
+        replies = await self._server.call_many(
+            [
+                (
+                    *(c.session_id, "commit", self.replica_id),
+                    *(c.response_id, c.token, c.epoch, c.byte_offset, c.offset, c.data),
+                )
+                for c in commits
+            ]
+        )
+        return [self._commit_reply(reply) for reply in replies]
 
     @staticmethod
     def _commit_reply(reply: Any) -> CommitReply:
-        """One session's broken keys are that session's trouble; a store that takes no writes is everybody's."""
-        if not isinstance(reply, Exception):
-            kind: CommitReply = reply[0].decode()
-            return kind
-        if not isinstance(reply, ResponseError) or _passes(reply) or _is_unknown_function(reply):
-            raise reply
-        log.error("The store refused the text of a response: %s", str(reply)[:200])
-        return "missing"
+        """One session's broken keys are that session's trouble."""
+        if isinstance(reply, StoreError):
+            log.error("The text of a response was not stored: %s", reply)
+            return "missing"
+        kind: CommitReply = reply[0].decode()
+        return kind
 
     async def end(
         self,
@@ -354,58 +298,34 @@ class Store:
 
     async def renew_lease(self, now_ms: int) -> None:
         """Say that this replica lives."""
-        async with _translated():
-            pipe = self._redis.pipeline(transaction=False)
-            pipe.set(keys.replica(self.replica_id), now_ms, px=LEASE_MS)
-            pipe.zadd(keys.REPLICAS, {self.replica_id: now_ms})
-            pipe.zremrangebyscore(keys.REPLICAS, "-inf", now_ms - 60_000)
-            await pipe.execute()
+        await self._server.run_many(
+            ("SET", keys.replica(self.replica_id), now_ms, "PX", LEASE_MS),
+            ("ZADD", keys.REPLICAS, now_ms, self.replica_id),
+            ("ZREMRANGEBYSCORE", keys.REPLICAS, "-inf", now_ms - 60_000),
+        )
 
     async def drop_lease(self) -> None:
         """Say that this replica is gone, so that others need not wait for the lease to run out."""
-        async with _translated():
-            await self._redis.delete(keys.replica(self.replica_id))
-            await self._redis.zrem(keys.REPLICAS, self.replica_id)
+        await self._server.run_many(("DEL", keys.replica(self.replica_id)), ("ZREM", keys.REPLICAS, self.replica_id))
 
     async def forget_replicas(self) -> None:
         """Every other replica is gone for sure, lease or not: the store is ours alone."""
-        async with _translated():
-            members: list[Any] = await self._redis.zrange(keys.REPLICAS, 0, -1)
-            gone = [member.decode() for member in members]
-            if gone:
-                await self._redis.delete(*map(keys.replica, gone))
-                await self._redis.zrem(keys.REPLICAS, *gone)
+        gone = [member.decode() for member in await self._server.run("ZRANGE", keys.REPLICAS, 0, -1)]
+        if gone:
+            await self._server.run_many(
+                *(("DEL", keys.replica(replica_id)) for replica_id in gone), ("ZREM", keys.REPLICAS, *gone)
+            )
 
     async def is_alive(self, replica_id: str) -> bool:
         """Whether a replica's lease holds."""
-        async with _translated():
-            return bool(await self._redis.exists(keys.replica(replica_id)))
+        return bool(await self._server.run("EXISTS", keys.replica(replica_id)))
 
-    @asynccontextmanager
-    async def inbox(self) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Subscribe to what other replicas tell this one, from the moment when the block is entered.
+    def inbox(self) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Hear what other replicas tell this one, from the moment when the block is entered.
 
         Raises StoreUnavailable when the subscription breaks.
         """
-        subscription = self._redis.pubsub()
-        try:
-            async with _translated():
-                await subscription.subscribe(keys.inbox(self.replica_id))
-                await subscription.get_message(timeout=None)  # the server's word that it holds
-            yield self._listen(subscription)
-        finally:
-            await subscription.aclose()  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    async def _listen(subscription: Any) -> AsyncIterator[bytes]:
-        async with _translated(deadline=False):
-            while True:
-                message = await subscription.get_message(timeout=_TIMEOUT_S / 2)
-                if message is None:
-                    continue
-                if message["type"] != "message":  # redis-py subscribed anew: what was said meanwhile is not known
-                    raise StoreUnavailable("The subscription broke.")
-                yield message["data"]
+        return self._server.subscribe(keys.inbox(self.replica_id))
 
     # --- private
 
@@ -414,46 +334,7 @@ class Store:
         return self._ttl, self._empty_ttl
 
     async def _call(self, session_id: str, function: str, *args: Any) -> Any:
-        """One function over one session's keys; the library is loaded again if the server lost it."""
-        names = keys.session_keys(session_id)
-        command = ("FCALL", f"{self._prefix}{function}", len(names), *names, session_id, *args)
-        async with _translated():
-            try:
-                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-            except ResponseError as error:
-                if not _is_unknown_function(error):
-                    raise
-                await self._redis.function_load(self._code, replace=True)
-                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-
-
-def _passes(error: ResponseError) -> bool:
-    """Whether this is the answer of a server that starts, fails over or is full: it will take the same call later."""
-    passing = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "BUSY")
-    return str(error).split(" ", 1)[0] in passing
-
-
-def _is_unknown_function(error: object) -> bool:
-    return isinstance(error, ResponseError) and "function not found" in str(error).lower()
-
-
-@asynccontextmanager
-async def _translated(*, deadline: bool = True) -> AsyncIterator[None]:
-    """redis-py's errors -> ours, and a deadline.
-
-    Not redis-py's own deadline: that one uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
-    """
-    try:
-        async with asyncio.timeout(_TIMEOUT_S if deadline else None):
-            yield
-    except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
-        raise StoreUnavailable(f"The store can not be reached ({type(error).__name__}).") from error
-    except ResponseError as error:
-        if _passes(error):
-            raise StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).") from error
-        raise StoreError(f"The store refused a command: {str(error)[:200]}") from error
-    except RedisError as error:
-        raise StoreError(f"The store failed: {type(error).__name__}.") from error
+        return await self._server.call(session_id, function, *args)
 
 
 def _pairs(flat: list[bytes]) -> dict[str, bytes]:
