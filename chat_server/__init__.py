@@ -16,7 +16,8 @@ The life of a message, top to bottom:
 edge/realtime.py      reads a frame from the socket
 core/codec.py         frame -> typed client event, or an error event
 hub.py                carries it out on the session: the store first, then everybody who listens
-turn.py               one answer: bind -> start the engine's stream -> wait for its end -> finish
+turn.py               one answer: start an engine's stream -> go on elsewhere if it breaks off -> finish
+placing.py            the engine for it, and the session bound to that engine
 engine/vllm.py        parses the engine's stream and calls ``response.on_text``
 store/committer.py    writes the text of all responses to the store, together; what is written may be told
 core/view.py          what a connection still has to be told

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
+from chat_server.answers import Answers
 from chat_server.commands import Commands
 from chat_server.core.ids import new_id
 from chat_server.edge.auth import Keys
@@ -26,6 +27,7 @@ from chat_server.edge.gate import Gate
 from chat_server.edge.head import MAX_HEAD_BYTES, HttpProtocol
 from chat_server.edge.http import STATIC, Http, SecurityHeaders, WithoutPrefix, error_response
 from chat_server.edge.realtime import Realtime
+from chat_server.edge.sessions import Sessions
 from chat_server.edge.socket import socket_protocol
 from chat_server.engine.fleet import Fleet
 from chat_server.engine.vllm import VllmClient, open_http
@@ -65,11 +67,17 @@ async def run_app(
         hub = Hub(settings, store)
         committer = Committer(store)
         conductor = Conductor(store=store, committer=committer, fleet=fleet, client=client, limits=settings.limits)
-        commands = Commands(hub=hub, store=store, committer=committer, conductor=conductor, limits=settings.limits)
+        answers = Answers(hub=hub, store=store, committer=committer, conductor=conductor, limits=settings.limits)
+        commands = Commands(hub=hub, store=store, answers=answers, limits=settings.limits)
         local = not (settings.engines or settings.simulate)
         loading = await asyncio.to_thread(settings.model_name) if local else None
         gate = Gate(settings, Keys(settings.api_keys), fleet, hub, loading_model=loading)
-        app = _routes(settings, Realtime(settings, gate, hub, commands), Http(settings, gate, hub, fleet, startup))
+        app = _routes(
+            settings,
+            Realtime(settings, gate, hub, commands, conductor),
+            Sessions(gate, hub, commands),
+            Http(settings, gate, hub, fleet, startup),
+        )
         server = Server(_uvicorn_config(settings, app))
 
         async def announce() -> None:
@@ -80,7 +88,8 @@ async def run_app(
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(work) for work in (fleet.run(), committer.run(), hub.run(), announce())]
+                works = (fleet.run(), committer.run(), hub.run(), answers.run(), announce())
+                background = [tasks.create_task(work) for work in works]
                 await server.run_until_told()
                 for task in background:
                     task.cancel()
@@ -144,12 +153,13 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
         await store.close()
 
 
-def _routes(settings: Settings, realtime: Realtime, http: Http) -> Starlette:
+def _routes(settings: Settings, realtime: Realtime, sessions: Sessions, http: Http) -> Starlette:
     return Starlette(
         routes=[
             WebSocketRoute("/v1/realtime", realtime.serve),
             Route("/v1/realtime", http.probe),
             Route("/v1/models", http.models),
+            Route("/v1/sessions/{session_id}", sessions.delete, methods=["DELETE"]),
             Route("/healthz", http.healthz),
             Route("/readyz", http.readyz),
             Route("/", http.page),
@@ -161,6 +171,7 @@ def _routes(settings: Settings, realtime: Realtime, http: Http) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.allow_origins,
+                allow_methods=["GET", "DELETE"],
                 allow_headers=["Authorization"],
                 expose_headers=["Retry-After"],
             ),

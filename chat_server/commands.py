@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from msgspec import UNSET, UnsetType
+
+from chat_server.answers import Answers
 from chat_server.core import session
-from chat_server.core.client_events import ItemCreate, ResponseCreate, SessionPatch
+from chat_server.core.client_events import (
+    ItemCreate,
+    ItemReference,
+    ItemTruncate,
+    ResponseCreate,
+    ResponseParams,
+    SessionPatch,
+)
 from chat_server.core.ids import new_id
-from chat_server.core.items import ResponseObject, item_from_client
-from chat_server.core.response import Response
+from chat_server.core.items import Item, ResponseObject, item_from_client
+from chat_server.core.response import Begun, Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
 from chat_server.errors import ClientError, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import Connection, LiveSession
+from chat_server.private import PrivateAnswers
 from chat_server.settings import Limits
-from chat_server.store.committer import Committer, Writer
 from chat_server.store.redis import Store
 from chat_server.store.replies import BeginReply, Cut
-from chat_server.turn import Conductor, Turn
-
-log = logging.getLogger(__name__)
 
 #: tries to change settings while other replicas change the session, and seconds between them.
 _UPDATE_TRIES = 100
 _UPDATE_WAIT_S = 0.02
+#: seconds that the deletion of a session waits for the end of its answer.
+_ENDS_S = 5.0
 
 T = TypeVar("T")
+
+
+class Caller(Connection, Protocol):
+    """The connection that asks, with the answers that belong to it alone."""
+
+    private: PrivateAnswers
 
 
 class Commands:
     """Carries client events out. All raise ClientError for what can not be, StoreUnavailable if the store is away."""
 
-    def __init__(self, *, hub: Hub, store: Store, committer: Committer, conductor: Conductor, limits: Limits) -> None:
+    def __init__(self, *, hub: Hub, store: Store, answers: Answers, limits: Limits) -> None:
         self._hub = hub
         self._store = store
-        self._committer = committer
-        self._conductor = conductor
+        self._answers = answers
         self._limits = limits
 
     async def update(self, live: LiveSession, *, patch: SessionPatch | None = None, model: str | None = None) -> None:
@@ -53,7 +66,7 @@ class Commands:
                 await asyncio.sleep(_UPDATE_WAIT_S)
             raise StoreUnavailable("The session is changing too quickly.")
 
-    async def add_item(self, live: LiveSession, connection: Connection, event: ItemCreate) -> None:
+    async def add_item(self, live: LiveSession, connection: Caller, event: ItemCreate) -> None:
         """Put a message into the conversation, once. Raises ClientError."""
         item = item_from_client(event.item, event.item.id or new_id("item"))
         if item.id == "root":
@@ -81,7 +94,7 @@ class Commands:
                 case "full":
                     raise _full(self._limits.max_items)
 
-    async def retrieve_item(self, live: LiveSession, connection: Connection, item_id: str) -> None:
+    async def retrieve_item(self, live: LiveSession, connection: Caller, item_id: str) -> None:
         """Tell a connection an item as it is stored. Raises ClientError."""
         item = await self._store.get_item(live.id, item_id)
         if item is None:
@@ -96,37 +109,72 @@ class Commands:
             if reply == "gone":
                 raise _no_item(item_id, "item_id")
             if reply == "busy":
-                message = "This item is an answer that is being made. Cancel it first."
-                raise ClientError("item_in_progress", message, param="item_id")
+                raise _in_progress()
             await self._hub.apply_own(live, reply)
 
-    async def respond(self, live: LiveSession, connection: Connection, event: ResponseCreate) -> None:
+    async def truncate_item(self, live: LiveSession, event: ItemTruncate) -> None:
+        """Keep only what was seen of an answer. Raises ClientError."""
+        async with live.lock:
+            for _ in range(_UPDATE_TRIES):
+                item = await self._store.get_item(live.id, event.item_id)
+                if item is None:
+                    raise _no_item(event.item_id, "item_id")
+                shorter, text_end = session.truncated(item, event, new_id("epoch"))
+                reply = await self._store.truncate_item(live.id, item, shorter, text_end)
+                match reply:
+                    case "stale":  # another replica changed it since we read it
+                        continue
+                    case "gone":
+                        raise _no_item(event.item_id, "item_id")
+                    case "busy":
+                        raise _in_progress()
+                    case message:
+                        await self._hub.apply_own(live, message)
+                        return
+            raise StoreUnavailable("The item is changing too quickly.")
+
+    async def delete_session(self, live: LiveSession) -> None:
+        """Delete the session. What runs is cancelled first, so that everybody hears of its end."""
+        for response in (live.queued, live.response):
+            if response is not None and (wish := await self._store.cancel(live.id, response.id, response.length)):
+                await self._wished(live, response.id, wish)
+        for _ in range(round(_ENDS_S / _UPDATE_WAIT_S)):
+            if live.response is None:
+                break
+            await asyncio.sleep(_UPDATE_WAIT_S)
+        async with live.lock:
+            message = await self._store.delete_session(live.id, live.owner)
+            if message is not None:
+                await self._hub.apply_own(live, message)
+
+    async def respond(self, live: LiveSession, connection: Caller, event: ResponseCreate) -> None:
         """Begin an answer. Raises ClientError."""
         params = session.check_response_create(event)
+        asked = await self._input(live, params)
+        if params.conversation == "none":
+            begun = self._begun(live, event, params, asked)
+            items = () if asked is not UNSET else await self._items(live)
+            connection.private.start(live.id, live.owner, begun, items)
+            return
         token = new_id("token")
+        await self._store.confirm_running([live.id], now_ms())
         async with live.lock:
-            begun = session.begun(
-                params,
-                live.settings,
-                response_id=new_id("resp"),
-                item_id=new_id("item"),
-                epoch=new_id("epoch"),
-                replica=self._store.replica_id,
-                model=live.model,
-                in_reply_to=event.in_reply_to,
-                token_limit=self._limits.max_output_tokens,
-                now_ms=now_ms(),
+            begun = self._begun(live, event, params, asked)
+            running = live.response
+            told = connection.outbox.told(running.id) if running is not None else None
+            reply = _present(
+                await self._store.begin(
+                    live.id,
+                    Response(begun, previous_item_id=None),
+                    token,
+                    if_active=event.if_active,
+                    cuts=running.id if running is not None else "",
+                    cut=event.seen if event.seen is not None else told or 0,
+                )
             )
-            in_progress = Response(begun, previous_item_id=None).item()
-            reply = _present(await self._store.begin(live.id, begun, in_progress, token))
             match reply.kind:
-                case "ok":
-                    await self._hub.apply_own(live, reply.message)
-                    if live.response is None or live.response.id != begun.id:
-                        # Messages were lost and the connections start again; the answer is made all the same.
-                        live.unload()
-                        self._hub.apply(live, reply.message)
-                    self._start_turn(live, token, reply)
+                case "ok" | "queued":
+                    await self._begin(live, token, reply)
                 case "active":
                     raise ClientError(
                         "conversation_already_has_active_response",
@@ -141,7 +189,62 @@ class Commands:
                 case "full":
                     raise _full(self._limits.max_items)
 
-    async def _tell_again(self, live: LiveSession, connection: Connection, reply: BeginReply) -> None:
+    def _begun(
+        self, live: LiveSession, event: ResponseCreate, params: ResponseParams, asked: list[Item] | UnsetType
+    ) -> Begun:
+        return session.begun(
+            params,
+            live.settings,
+            response_id=new_id("resp"),
+            item_id=new_id("item"),
+            epoch=new_id("epoch"),
+            replica=self._store.replica_id,
+            model=live.model,
+            in_reply_to=event.in_reply_to,
+            input=asked,
+            token_limit=self._limits.max_output_tokens,
+            now_ms=now_ms(),
+        )
+
+    async def _begin(self, live: LiveSession, token: str, reply: BeginReply) -> None:
+        """It has its place: tell it, and make it unless it waits behind another one."""
+        if reply.wish is not None:
+            live.stop(reply.response_id, reply.wish)
+        for message in reply.messages:
+            await self._hub.apply_own(live, message)
+        if reply.kind == "queued":
+            return
+        if live.response is None or live.response_token != token:
+            # Messages were lost and the connections start again; the answer is made all the same.
+            live.unload()
+            self._hub.apply(live, reply.messages[-1])
+        self._answers.start(live, token, reply.items, reply.binding)
+
+    async def _items(self, live: LiveSession) -> tuple[Item, ...]:
+        _, _, items = _present(await self._store.last_items(live.id, 0))
+        return tuple(items)
+
+    async def _input(self, live: LiveSession, params: ResponseParams) -> list[Item] | UnsetType:
+        """The prompt that a response brings along, with the items that it refers to. Raises ClientError."""
+        if params.input is None:
+            return UNSET
+        wanted = [entry.id for entry in params.input if isinstance(entry, ItemReference)]
+        found = dict(zip(wanted, await self._store.get_items(live.id, wanted), strict=True))
+        items = []
+        for index, entry in enumerate(params.input):
+            param = f"response.input[{index}]"
+            item = found[entry.id] if isinstance(entry, ItemReference) else item_from_client(entry, new_id("item"))
+            if item is None:
+                raise ClientError("item_not_found", f"There is no item {entry.id}.", param=param)
+            if item.status == "in_progress":
+                raise _in_progress(param)
+            items.append(item)
+        if sum(len(item.text.encode()) for item in items) > self._limits.max_input_bytes:
+            message = f"The input is longer than {self._limits.max_input_bytes} bytes."
+            raise ClientError("string_above_max_length", message, param="response.input")
+        return items
+
+    async def _tell_again(self, live: LiveSession, connection: Caller, reply: BeginReply) -> None:
         """Somebody asked for the answer to an item that has one. A running one is told to everybody as it is."""
         if live.response is not None and live.response.id == reply.response_id:
             return
@@ -151,18 +254,17 @@ class Commands:
         told = ResponseObject(id=reply.response_id, status="in_progress", output=[])
         connection.outbox.push(ResponseCreated(response=told, in_reply_to=item.in_reply_to, duplicate=True))
 
-    async def cancel(
-        self, live: LiveSession, connection: Connection, response_id: str | None, seen: int | None
-    ) -> None:
+    async def cancel(self, live: LiveSession, connection: Caller, response_id: str | None, seen: int | None) -> None:
         """Stop the running answer, whichever replica makes it; its end is told when the engine's stream is closed.
 
         First the wish is stored, so that the answer never comes back, whoever dies meanwhile.
         """
-        response = live.response
-        wanted = response_id or (response.id if response is not None else None)
+        wanted = response_id or connection.outbox.last_told() or (live.response.id if live.response else None)
         if wanted is None:
             raise _not_active()
         cut = seen if seen is not None else connection.outbox.told(wanted) or 0
+        if connection.private.cancel(wanted, Cut(cut)):
+            return
         turn = live.turn if live.turn is not None and live.turn.response.id == wanted else None
         try:
             wish = await self._store.cancel(live.id, wanted, cut)
@@ -172,56 +274,15 @@ class Commands:
             wish = Cut(cut)  # the engine need not wait for the store; the end does
         if wish is None:
             raise _not_active()
-        if turn is not None:
-            turn.stop(wish)
+        await self._wished(live, wanted, wish)
 
-    # --- answers
-
-    def _start_turn(self, live: LiveSession, token: str, reply: BeginReply) -> None:
-        assert live.response is not None, "it was just begun"
-        writer = Writer(
-            session_id=live.id,
-            token=token,
-            response=live.response,
-            # What was told when somebody stops the answer is the last of it: the text is cut there.
-            on_stored=lambda: None if turn.stopped else live.pump(),
-            on_wish=lambda: turn.stop(None),
-            on_lost=lambda reply: self._lost(live, turn, reply),
-        )
-        turn = Turn(
-            session_id=live.id,
-            principal=live.owner,
-            response=live.response,
-            writer=writer,
-            prompt=reply.items,
-            binding=reply.binding,
-            committer=self._committer,
-        )
-        live.turn = turn
-        self._hub.spawn(self._run_turn(live, turn), name=f"turn {turn.response.id}")
-
-    async def _run_turn(self, live: LiveSession, turn: Turn) -> None:
-        try:
-            await self._conductor.run(turn, lambda message: self._hub.apply_own(live, message), live.lock)
-        except Exception:
-            log.exception("A turn failed; its session is read again")
-            self._release(live, turn)
-            self._hub.drop(live)
-        finally:
-            self._release(live, turn)
-            await self._hub.close_if_idle(live)
-
-    def _lost(self, live: LiveSession, turn: Turn, reply: str) -> None:
-        """The store takes no more of an answer from us: somebody else has it, or it is gone."""
-        log.warning("Session %s: the store says %r to our answer; we leave it", live.id, reply)
-        turn.abandon()
-        self._release(live, turn)
-        self._hub.drop(live)
-
-    @staticmethod
-    def _release(live: LiveSession, turn: Turn) -> None:
-        if live.turn is turn:  # else another one was begun meanwhile
-            live.turn = None
+    async def _wished(self, live: LiveSession, response_id: str, wish: Cut | bytes) -> None:
+        """The store has the wish to stop a response; or it was queued, and its end is a message."""
+        if isinstance(wish, Cut):
+            live.stop(response_id, wish)
+        else:
+            async with live.lock:
+                await self._hub.apply_own(live, wish)
 
 
 def _present(value: T | None) -> T:
@@ -232,6 +293,11 @@ def _present(value: T | None) -> T:
 
 def _no_item(item_id: str | None, param: str) -> ClientError:
     return ClientError("item_not_found", f"There is no item {item_id}.", param=param)
+
+
+def _in_progress(param: str = "item_id") -> ClientError:
+    message = "This item is an answer that is being made. Cancel it first."
+    return ClientError("item_in_progress", message, param=param)
 
 
 def _full(most: int) -> ClientError:

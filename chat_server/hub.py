@@ -6,6 +6,7 @@ A session is here while it has a connection here or an answer of it is made here
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,48 +16,61 @@ from typing import Any
 from chat_server import joining
 from chat_server.core import close_codes
 from chat_server.core.ids import new_id
-from chat_server.core.items import SessionSettings, StatusDetails
+from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
-from chat_server.core.response import Outcome, ResumePoint
+from chat_server.core.response import ResumePoint
 from chat_server.errors import ClientError, StoreError
+from chat_server.lease import Lease
 from chat_server.live import Connection, Gap, LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
-from chat_server.store.messages import AnyChange, Cancel, Text
-from chat_server.store.redis import LEASE_MS, Store
-from chat_server.store.replies import Cut
+from chat_server.store.messages import AnyChange, Cancel, Change, ResponseEnded, Text, Wake
+from chat_server.store.redis import Store
+from chat_server.store.replies import Cut, Held, SessionState
 
 log = logging.getLogger(__name__)
 
-#: seconds between lease renewals, between heartbeats' ticks, and between looks at answers whose owner may be gone.
+#: seconds between lease renewals, between heartbeats' ticks, and between looks at sessions that may miss something.
 _TICK_S = 1.0
 _RETRY_S = 0.5
 #: seconds to wait for messages that the store has told but that have not arrived.
 _JOIN_S = 2.0
 _LOOK_S = 0.005
-#: seconds after trouble with the store in which no answer of another replica is ended: first the owners get to renew.
-_GRACE_S = LEASE_MS / 1000
-#: seconds after which an answer of the store is trouble: others may have waited longer.
-_SLOW_S = 0.5
+#: seconds between questions whether a session is as we know it, and after which silence of a running answer that
+#: another replica makes is a reason to ask.
+_ASK_S = 15.0
+_SILENCE_S = 2.0
+#: seconds without the store after which connections are closed: their clients try another replica.
+_AWAY_S = 30.0
+#: sessions that others ask us to look at; what is left out is found all the same, later.
+_MOST_ASKED = 10_000
 
 
 class Hub:
     """One replica's live sessions. ``run`` must be running: it listens, renews the lease and owns the tasks."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
+        # The embedded store has one replica at a time.
+        self.lease = Lease(store, alone=settings.redis_url is None)
         self._settings = settings
         self._store = store
         self._sessions: dict[str, LiveSession] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self._lease_holds = False
         self._listening = False
-        self._trouble_at = float("-inf")
         self._was_ready = asyncio.Event()
+        #: sessions that another replica asked us to look at, and that there is something to look at.
+        self.asked_for: set[str] = set()
+        self.look_now = asyncio.Event()
 
     @property
     def ready(self) -> bool:
         """Whether the store answers and other replicas are heard: sessions can be served."""
-        return self._lease_holds and self._listening
+        return self.lease.holds and self._listening
+
+    @property
+    def sessions(self) -> list[LiveSession]:
+        """Those that are here now."""
+        return list(self._sessions.values())
 
     async def wait_ready(self) -> None:
         """Until ``ready`` for the first time. The caller sets the deadline, if there is one."""
@@ -90,8 +104,15 @@ class Hub:
     async def open(self, principal: Principal, session_id: str) -> LiveSession:
         """The principal's session. Raises ClientError 404 if there is none of this id, or it is someone else's.
 
-        The caller must call ``close_if_idle`` with it at the end.
+        It stays here until the caller has called ``close``.
         """
+        return await self._open(session_id, principal)
+
+    async def open_for_work(self, session_id: str) -> LiveSession:
+        """A session of whoever it is, for an answer that has to go on. As ``open`` otherwise."""
+        return await self._open(session_id, None)
+
+    async def _open(self, session_id: str, principal: Principal | None) -> LiveSession:
         while True:
             live = self._sessions.setdefault(session_id, LiveSession(session_id))
             async with live.lock:
@@ -100,11 +121,12 @@ class Hub:
                 try:
                     if not live.loaded:
                         await self._load(live)
-                    if live.owner != principal:
+                    if principal is not None and live.owner != principal:
                         raise joining.no_session(session_id)
                 except BaseException:
                     await self._retire_if_idle(live)
                     raise
+                live.guests += 1
                 return live
 
     async def _load(self, live: LiveSession) -> None:
@@ -114,7 +136,11 @@ class Hub:
                 raise joining.no_session(live.id)
             live.load(state)
             live.watched = True
-        await self._end_orphan(live)
+            live.asked_at = time.monotonic()
+
+    async def look(self, live: LiveSession) -> None:
+        """Read a session whose answer is made here and that nobody here listens to. Holds the session's lock."""
+        await self._load(live)
 
     @asynccontextmanager
     async def _reading(self, live: LiveSession) -> AsyncIterator[None]:
@@ -140,31 +166,41 @@ class Hub:
     ) -> None:
         """Give a connection the state, and everything after it: see ``joining.join``."""
         async with live.lock:
+            if not live.loaded:  # it was dropped since it was opened
+                await self._load(live)
             await joining.join(self._store, live, connection, resumed=resumed, history=history, held=held)
 
-    async def leave(self, live: LiveSession, connection: Connection) -> None:
+    def leave(self, live: LiveSession, connection: Connection) -> None:
         """A connection is gone. Its answer goes on."""
         live.connections.discard(connection)
         connection.outbox.close()
+
+    async def close(self, live: LiveSession) -> None:
+        """The caller of ``open`` is done with it."""
+        live.guests -= 1
         await self.close_if_idle(live)
 
     async def close_if_idle(self, live: LiveSession) -> None:
-        """Stop listening to a session that has neither connections nor an answer here."""
+        """Stop listening to a session that nobody here has open; forget it if no answer of it is made here."""
         async with live.lock:
             await self._retire_if_idle(live)
 
     async def _retire_if_idle(self, live: LiveSession) -> None:
-        if live.closed or live.connections or live.turn is not None:
+        if live.closed or live.guests:
             return
-        live.closed = True
+        # An answer that is made here goes on, but nobody here listens to the session: what is said of it is not heard,
+        # and it is read again when somebody comes.
+        live.closed = live.turn is None
+        live.unload()
         try:
             if live.watched:
+                live.watched = False
                 await self._store.unwatch(live.id)
         except StoreError as error:
             log.info("A session was left while the store is away: %s", error)
         finally:
             # Only now: whoever comes back waits for the lock, so no `watch` can be overtaken by this `unwatch`.
-            if self._sessions.get(live.id) is live:
+            if live.closed and self._sessions.get(live.id) is live:
                 del self._sessions[live.id]
 
     def drop(self, live: LiveSession) -> None:
@@ -180,12 +216,13 @@ class Hub:
     def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered or another replica told; a session with a gap is dropped."""
         decoded = messages.decode(message)
-        assert not isinstance(decoded, Cancel), "it is no news of the session"
+        assert not isinstance(decoded, Cancel | Wake), "it is no news of the session"
         self._take(live, decoded)
         return decoded
 
     def _take(self, live: LiveSession, message: AnyChange | Text) -> None:
         held = bool(live.held)
+        live.heard_at = time.monotonic()
         try:
             live.take(message)
         except Gap:
@@ -193,7 +230,7 @@ class Hub:
         if live.held and not held:
             live.held_since = time.monotonic()
 
-    async def apply_own(self, live: LiveSession, message: bytes) -> None:
+    async def apply_own(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered to our own write. Holds the session's lock.
 
         The answer may overtake messages of other replicas that come before it: it waits for them, for a while.
@@ -201,9 +238,10 @@ class Hub:
         change = self.apply(live, message)
         for _ in range(round(_JOIN_S / _LOOK_S)):
             if not any(held is change for held in live.held):
-                return
+                return change
             await asyncio.sleep(_LOOK_S)
         self._lost_one(live)
+        return change
 
     def _lost_one(self, live: LiveSession) -> None:
         log.info("Session %s: a message is missing; its connections start again", live.id)
@@ -220,12 +258,18 @@ class Hub:
             log.error("Another replica told something that is no message of this version")
             return
         live = self._sessions.get(message.session)
-        if isinstance(message, Cancel):
+        if isinstance(message, Wake):
+            if len(self.asked_for) < _MOST_ASKED:
+                self.asked_for.add(message.session)
+                self.look_now.set()
+        elif isinstance(message, Cancel):
             if live is not None:
                 live.stop(message.response, Cut(message.cut))
         elif live is not None and (live.loaded or live.reading):
             try:
                 self._take(live, message)
+                if live.response is not None and not live.response_owner:
+                    self.look_now.set()
             except Exception:
                 log.exception("Session %s: a message could not be applied; its connections start again", live.id)
                 self.drop(live)
@@ -237,14 +281,14 @@ class Hub:
             try:
                 async with self._store.inbox() as inbox:
                     if heard_before:  # nothing is known of what was said meanwhile
-                        for live in list(self._sessions.values()):
+                        for live in self.sessions:
                             await self._compare(live)
                     heard_before = self._listening = True
                     self._note_ready()
                     async for raw in inbox:
                         self._hear(raw)
             except StoreError as error:
-                self._trouble_at = time.monotonic()
+                self.lease.trouble()
                 log.debug("The inbox broke: %s", error)
             finally:
                 self._listening = False
@@ -256,89 +300,72 @@ class Hub:
             if live.closed or not live.loaded:
                 return
             async with self._reading(live):
-                state = await self._store.watch(live.id)
-                if state is None or not live.catch_up(state):
+                state = await self._store.watch(live.id, changes=True)
+                if state is None or not await self._catch_up(live, state):
                     self.drop(live)
 
-    # --- answers that nobody makes any more
+    async def _catch_up(self, live: LiveSession, state: SessionState) -> bool:
+        """Tell what was missed; False if that can not be told any more."""
+        try:
+            for raw in state.changes:
+                change = messages.decode(raw)
+                assert isinstance(change, Change), "text is not kept among the changes"
+                if isinstance(change, ResponseEnded) and live.lacks(change):
+                    item = await self._store.get_item(live.id, live.response.item_id if live.response else "")
+                    if item is None or not live.take_text(item.text[: change.offset]):
+                        return False
+                live.apply(change)
+        except Gap:
+            return False
+        return live.catch_up(state)
 
-    async def _end_orphan(self, live: LiveSession) -> None:
-        """End an answer whose replica is gone, with the text that is stored of it. Holds the session's lock."""
-        response = live.response
-        if response is None or live.turn is not None:
-            return
-        ours = live.response_owner == self._store.replica_id  # without a turn: begun by a write that we gave up
-        if not ours and await self._lives(live.response_owner):
-            return
-        token = new_id("token")
-        live.doubted = True  # until it is done: each step may stay without an answer
-        taken = await self._store.take_over(live.id, live.response_token, token)
-        if taken is None:
-            return
-        length, epochs = len(taken.text), list(response.epochs)
-        details = StatusDetails(type="incomplete")
-        if taken.wish is not None:
-            details = StatusDetails(type="cancelled", reason="client_cancelled")
-            if taken.wish.length < length:
-                length = taken.wish.length
-                epochs.append((new_id("epoch"), length))
-        outcome = Outcome(
-            status="incomplete" if taken.wish is None else "cancelled",
-            details=details,
-            text_length=length,
-            epochs=epochs,
-            keeps_item=length > 0,
-        )
-        reply = await self._store.end(
-            live.id,
-            response.id,
-            token,
-            response.make_item("incomplete", taken.text[:length], outcome),
-            rest_offset=response.length,
-            rest=taken.text[response.length :],
-            outcome=outcome,
-            cut=taken.wish.length if taken.wish else None,
-        )
-        if isinstance(reply, bytes):
-            log.warning("Session %s: nobody makes an answer any more; it ends as it stands", live.id)
-            await self.apply_own(live, reply)
-            live.doubted = False
-
-    async def _lives(self, replica_id: str) -> bool:
-        """Whether another replica may live: its lease holds, or the store's trouble may have kept it from renewing."""
-        began = time.monotonic()
-        alive = await self._store.is_alive(replica_id)
-        now = time.monotonic()
-        if now - began > _SLOW_S:
-            self._trouble_at = now
-        return alive or now - self._trouble_at < _GRACE_S
+    # --- messages that never came
 
     async def _sweep(self) -> None:
-        for live in list(self._sessions.values()):
-            if live.held and time.monotonic() - live.held_since > _JOIN_S:
+        """Find sessions that are not as we know them: messages may be lost, and the store may have lost writes."""
+        now = time.monotonic()
+        for live in self.sessions:
+            if live.held and now - live.held_since > _JOIN_S:
                 self._lost_one(live)
-            if live.doubted and self.ready:
+        if not self.ready:
+            if not self.lease.holds and now - self.lease.lost_at > _AWAY_S:
+                for live in self.sessions:
+                    live.close_connections(close_codes.OVERLOADED, "the store is away")
+            return
+        for live in self.sessions:
+            if live.doubted:
                 live.doubted = False
                 try:
                     await self._compare(live)
                 except StoreError:
                     live.doubted = True
                     raise
-            if live.response is not None and live.turn is None:
-                async with live.lock:
-                    if not live.closed and live.loaded:
-                        await self._end_orphan(live)
+        await self._ask([live for live in self.sessions if live.watched and live.loaded and _is_due(live, now)])
+
+    async def _ask(self, sessions: list[LiveSession]) -> None:
+        """Ask for the state of many sessions at once; one that is still another one at the next look is compared.
+
+        This also says that we are still among their watchers.
+        """
+        known = [_known(live) for live in sessions]
+        held = await self._store.renew_watch([live.id for live in sessions])
+        for live, knew, holds in zip(sessions, known, held, strict=True):
+            live.asked_at = time.monotonic()
+            # At the first look a difference may be a message that is on its way.
+            if live.behind is not None and (_known(live) < live.behind or holds < knew):
+                live.doubted = True
+            live.behind = holds if holds != knew else None
 
     # --- what goes on by itself
 
     async def run(self) -> None:
-        """Lease, inbox, ticks, orphans, and the tasks given to ``spawn``, until cancelled."""
+        """Lease, inbox, ticks, and the tasks given to ``spawn``, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                tasks.create_task(self._every(_TICK_S, self._renew), name="lease")
-                tasks.create_task(self._every(_TICK_S, self._tick), name="ticks")
-                tasks.create_task(self._every(_TICK_S, self._sweep), name="orphans")
+                tasks.create_task(self.every(_TICK_S, self._renew), name="lease")
+                tasks.create_task(self.every(_TICK_S, self._tick), name="ticks")
+                tasks.create_task(self.every(_TICK_S, self._sweep), name="sweep")
                 tasks.create_task(self._listen(), name="inbox")
         finally:
             self._tasks = None
@@ -348,7 +375,15 @@ class Hub:
         assert self._tasks is not None, "run() runs"
         self._tasks.create_task(work, name=name)
 
-    async def _every(self, interval_s: float, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    @staticmethod
+    async def every(
+        interval_s: float, action: Callable[[], Coroutine[Any, Any, None]], *, sooner: asyncio.Event | None = None
+    ) -> None:
+        """Do something again and again, until cancelled; a store that is away is waited for.
+
+        ``sooner`` cuts a pause short.
+        """
+        pause = asyncio.Event() if sooner is None else sooner
         while True:
             try:
                 await action()
@@ -356,29 +391,18 @@ class Hub:
                 log.debug("%s", error)
             except Exception:
                 log.exception("A periodic task failed; it goes on")
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await pause.wait()
+            pause.clear()
 
     async def _renew(self) -> None:
-        held = self._lease_holds
-        began = time.monotonic()
-        try:
-            await self._store.renew_lease(now_ms())
-            if time.monotonic() - began > _SLOW_S:
-                self._trouble_at = time.monotonic()
-            self._lease_holds = True
-            self._note_ready()
-        except StoreError as error:
-            self._lease_holds = False
-            self._trouble_at = time.monotonic()
-            if held:
-                log.warning("The store is away: %s", error)
-            raise
-        if not held:
-            log.info("The store is up")
+        await self.lease.renew(now_ms())
+        self._note_ready()
 
     async def _tick(self) -> None:
         now, wall = time.monotonic(), now_ms()
-        for live in list(self._sessions.values()):
+        for live in self.sessions:
             response = live.response
             state = response.heartbeat_state if response else "idle"
             for connection in list(live.connections):
@@ -392,6 +416,20 @@ class Hub:
             "connections": sum(len(live.connections) for live in lives),
             "responses": sum(live.turn is not None for live in lives),
         }
+
+
+def _known(live: LiveSession) -> Held:
+    """What we know of a session, as the store would say it."""
+    response = live.response
+    return Held(live.version, 0 if response is None else response.byte_length)
+
+
+def _is_due(live: LiveSession, now: float) -> bool:
+    """Whether it is time to ask the store for a session's state."""
+    if live.behind is not None or now - live.asked_at > _ASK_S:
+        return True
+    mirrors = live.response is not None and live.turn is None
+    return mirrors and now - max(live.asked_at, live.heard_at) > _SILENCE_S
 
 
 def now_ms() -> int:

@@ -33,27 +33,27 @@ async def join(
     """Let a connection join; holds the session's lock.
 
     ``history`` is how many of the last items it wants first (0: all; None: none); ``held`` what its client has of
-    the answer that it was reading, whose rest it gets, also if that ended meanwhile. Raises Gap if the session was left
-    or dropped meanwhile, or what we know of it stays behind the store; ClientError if it is gone.
+    the answer that it was reading, whose rest it gets, also if that ended meanwhile. Raises Gap if what we know of the
+    session stays behind the store; ClientError if it is gone.
     """
-    if live.closed or not live.loaded:  # it was left or dropped since it was opened
-        raise Gap
     previous, items, ended = await _read(store, live, history, held)
     # From here on there is no await: what the store tells next goes to this connection too.
     outbox = connection.outbox
     outbox.push(live.created(connection, resumed=resumed, held=held))
-    running = live.response
+    active = [response for response in (live.response, live.queued) if response is not None]
     if ended is not None and all(item.id != ended.item_id for item in items):
         outbox.tell_ended(ended, held)
         ended = None
-    told = {response.item_id: response for response in (running, ended) if response is not None}
+    told = {response.item_id: response for response in active}
+    if ended is not None:
+        told[ended.item_id] = ended
     for response, run in _runs(previous, items, told):
         if response is None:
             outbox.push_source(run)
         elif response is ended:
             outbox.tell_ended(ended, held)
-    if running is not None:
-        outbox.begin(running, held if held is not None and held.response_id == running.id else None)
+    for response in active:
+        outbox.begin(response, held if held is not None and held.response_id == response.id else None)
     live.connections.add(connection)
 
 
@@ -77,7 +77,8 @@ async def _read(
             if read_at != live.version:
                 await asyncio.sleep(_LOOK_S)  # the message that made the difference is on its way
                 continue
-        if held is not None and (live.response is None or live.response.id != held.response_id):
+        active = {response.id for response in (live.response, live.queued) if response is not None}
+        if held is not None and held.response_id not in active:
             answer = await store.answer(live.id, held.response_id)
             if answer is None:
                 raise no_session(live.id)

@@ -21,22 +21,30 @@ from chat_server.core.server_events import (
     ItemAdded,
     ItemDeleted,
     ItemDone,
+    ItemTruncated,
+    ResponseMigrated,
+    ResponseQueued,
+    ServerEvent,
     SessionCreated,
     SessionObject,
     SessionUpdated,
     encode,
 )
 from chat_server.edge.outbox import Outbox
+from chat_server.store import messages
 from chat_server.store.messages import (
     AnyChange,
     ItemGone,
     ItemPut,
+    Next,
     ResponseBegan,
     ResponseEnded,
+    ResponseMoved,
+    SessionDeleted,
     SettingsChanged,
     Text,
 )
-from chat_server.store.replies import Cut, SessionState
+from chat_server.store.replies import Cut, Held, SessionState
 from chat_server.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -66,13 +74,17 @@ class LiveSession:
         self.id = session_id
         self.lock = asyncio.Lock()
         self.connections: set[Connection] = set()
+        #: how many have it open: connections, also those that are about to join, and who looks after an answer.
+        self.guests = 0
         self.owner: Principal
         self.model = ""
         self.settings = SessionSettings()
         self.version = -1  # not loaded
         self.item_count = 0
         self.response: Response | None = None
-        #: the replica that makes the response, and the token that it held when we looked.
+        #: the response that waits behind it.
+        self.queued: Response | None = None
+        #: the replica that makes the response (none: ""), and the token that it held when we looked.
         self.response_owner = ""
         self.response_token = ""
         #: the making of the response, if it is made here.
@@ -85,6 +97,11 @@ class LiveSession:
         self.reading = False
         #: a write of ours was not answered: the store may hold what we do not know.
         self.doubted = False
+        #: when the store was asked last whether it is as we know it, and when something was heard of it (monotonic).
+        self.asked_at = 0.0
+        self.heard_at = 0.0
+        #: what the store held when it was asked last, if that was not what we knew.
+        self.behind: Held | None = None
         #: this replica is among its watchers in the store.
         self.watched = False
         #: it was left: whoever waits for its lock looks it up again.
@@ -98,12 +115,16 @@ class LiveSession:
         self.version = state.version
         self.item_count = state.item_count
         self._heed(state)
+        queued = state.queued
+        self.queued = Response(queued.begun, previous_item_id=queued.previous) if queued is not None else None
         if self.turn is not None:
             return
         self.response = None
         if state.running is not None:
             running = state.running
-            self.response = Response(running.begun, previous_item_id=running.previous)
+            self.response = Response(
+                running.begun, previous_item_id=running.previous, later_epochs=running.later_epochs
+            )
             self.response_owner, self.response_token = running.replica, running.token
             self._stored(self.response, running.text, len(running.text.encode()))
 
@@ -120,6 +141,7 @@ class LiveSession:
         """Forget all but an answer that is made here: it has to be read again."""
         self.version = -1
         self.held = []
+        self.queued = None
 
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
@@ -128,12 +150,30 @@ class LiveSession:
             return False
         if self.response is not None and self.turn is None:
             running = state.running
-            if running is None or running.begun.id != self.response.id or len(running.text) < self.response.length:
+            if running is None or running.begun.id != self.response.id:
                 return False
             self.response_owner, self.response_token = running.replica, running.token
-            rest = running.text[self.response.length :]
-            self._stored(self.response, rest, len(rest.encode()))
-            self.pump()
+            return self.take_text(running.text)
+        return True
+
+    def lacks(self, ended: ResponseEnded) -> bool:
+        """Whether text is missing that was stored before the end of the response that we tell."""
+        response = self.response
+        return (
+            ended.before == self.version
+            and response is not None
+            and response.id == ended.response
+            and response.length < ended.offset
+        )
+
+    def take_text(self, text: str) -> bool:
+        """The running response's text as the store holds it; False if that is less than we have told."""
+        response = self.response
+        if response is None or len(text) < response.length:
+            return False
+        rest = text[response.length :]
+        self._stored(response, rest, len(rest.encode()))
+        self.pump()
         return True
 
     @property
@@ -183,22 +223,49 @@ class LiveSession:
                 self._tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
                 self._tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
             case ItemGone():
-                self.item_count -= 1
+                self._gone(change.item_id, change.previous)
                 self._tell(encode(ItemDeleted(item_id=change.item_id)))
+            case messages.ItemTruncated():
+                self._tell(encode(ItemTruncated(item_id=change.item_id, text_end=change.text_end)))
             case SettingsChanged():
                 self.model, self.settings = change.model, change.settings
                 self._each(lambda connection: connection.outbox.push(SessionUpdated(session=self.object(connection))))
             case ResponseBegan():
-                self.item_count += 1
-                self.response = response = Response(change.begun, previous_item_id=change.previous)
-                self.response_owner, self.response_token = change.begun.replica, change.token
-                self._each(lambda connection: connection.outbox.begin(response))
+                self._begin(change)
+            case ResponseMoved():
+                self._move(change)
             case ResponseEnded():
                 self._end(change)
+            case SessionDeleted():
+                self.close_connections(close_codes.DONE, "the conversation was deleted")
             case _:
                 assert_never(change)
         if self.loaded:
             self.version = change.version
+
+    def _begin(self, change: ResponseBegan) -> None:
+        self.item_count += 1
+        response = Response(change.begun, previous_item_id=change.previous)
+        if change.queued:
+            self.queued = response
+        else:
+            self.response = response
+            self.response_owner, self.response_token = change.begun.replica, change.token
+        self._each(lambda connection: connection.outbox.begin(response))
+        if change.queued:
+            self.tell_extended(ResponseQueued(response_id=response.id, position=1))
+
+    def _move(self, change: ResponseMoved) -> None:
+        response = self.response
+        if response is None or response.id != change.response:
+            raise Gap
+        if change.epoch is not None:
+            if change.epoch[1] != response.length:
+                raise Gap
+            response.migrate(change.epoch)
+        self.response_owner, self.response_token = change.owner, change.token
+        if change.reason:
+            self.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
 
     def apply_text(self, message: Text) -> None:
         """Text of an answer that another replica makes was stored. Raises Gap if some before it is missing."""
@@ -210,17 +277,36 @@ class LiveSession:
             self.pump()
 
     def _end(self, change: ResponseEnded) -> None:
-        response = self.response
+        in_queue = self.queued is not None and self.queued.id == change.response
+        response = self.queued if in_queue else self.response
+        starts = change.next
         if response is None or response.id != change.response or change.offset > response.length:
+            raise Gap
+        if starts is not None and self.loaded and (self.queued is None or self.queued.id != starts.response):
             raise Gap
         rest = change.rest[response.length - change.offset :]
         if rest:
             response.on_stored(rest, len(rest.encode()))
         response.end(change.outcome)
-        self.response = None
+        if in_queue:
+            self.queued = None
+        else:
+            self._start_next(starts)
         if not change.outcome.keeps_item:
-            self.item_count -= 1
+            self._gone(response.item_id, response.previous_item_id)
         self._each(lambda connection: connection.outbox.end(response))
+
+    def _start_next(self, starts: Next | None) -> None:
+        """The queued response, if there is one (and we heard of it), is the running one now."""
+        self.response, self.queued = self.queued if starts is not None else None, None
+        if starts is not None:
+            self.response_owner, self.response_token = starts.replica, starts.token
+
+    def _gone(self, item_id: str, previous: str | None) -> None:
+        self.item_count -= 1
+        for response in (self.response, self.queued):
+            if response is not None and response.previous_item_id == item_id:
+                response.previous_item_id = previous
 
     @staticmethod
     def _stored(response: Response, text: str, size: int) -> None:
@@ -239,6 +325,11 @@ class LiveSession:
 
     def _tell(self, frame: bytes) -> None:
         self._each(lambda connection: connection.outbox.push(frame))
+
+    def tell_extended(self, event: ServerEvent) -> None:
+        """Tell those connections that asked for events which the API does not have."""
+        frame = encode(event)
+        self._each(lambda connection: connection.outbox.push(frame) if connection.outbox.extensions else None)
 
     def _each(self, tell: Callable[[Connection], None]) -> None:
         """Tell each connection something; one that fails is closed, and the others are told all the same."""

@@ -61,10 +61,14 @@ class Limits:
     max_frame_bytes: int = 1 << 20
     #: bytes of the text of one message (UTF-8); larger is error ``string_above_max_length``.
     max_message_bytes: int = 256 << 10
+    #: bytes of the text (UTF-8) of a prompt that a response brings along; larger is error ``string_above_max_length``.
+    max_input_bytes: int = 1 << 20
     #: tokens of one answer, when the client asks for none or for more.
     max_output_tokens: int = 4096
     #: seconds that one answer may take, from its start on the engine; then it ends ``incomplete``.
     max_answer_s: float = 600.0
+    #: seconds that an answer goes on while no connection to its session is open on any replica; then it is stopped.
+    resume_window_s: float = 120.0
     #: seconds that an answer waits for an engine that can take it; then it ends ``failed``, code ``overloaded``.
     max_queue_s: float = 60.0
     #: open sockets of this process; above it the handshake is refused with 503.

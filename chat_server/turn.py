@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from msgspec import UNSET
 
@@ -17,13 +18,14 @@ from chat_server.core import context
 from chat_server.core.ids import new_id
 from chat_server.core.items import Item, ResponseStatus, StatusDetails, StatusError, Timing
 from chat_server.core.items import Usage as WireUsage
-from chat_server.core.placement import Binding, place
+from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
 from chat_server.core.response import Outcome, Response, State
 from chat_server.core.session import cache_salt
 from chat_server.engine.fleet import Engine, Fleet
 from chat_server.engine.vllm import ChatRequest, Finish, Usage, VllmClient
 from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, StoreError, StoreUnavailable
+from chat_server.placing import NoEngine, Placer
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.redis import Store
@@ -31,10 +33,8 @@ from chat_server.store.replies import Cut
 
 log = logging.getLogger(__name__)
 
-#: engines that are tried for one answer while none has given any text.
+#: engines and replicas that one answer may cost without new text: one that kills what it touches has to end.
 _MAX_ATTEMPTS = 3
-#: seconds that an answer waits for engines that start, beyond the usual wait: a large model loads for minutes.
-_STARTING_S = 900.0
 #: seconds that an end waits for a store that is away, and between its tries.
 _END_S = 600.0
 _END_RETRY_S = 0.25
@@ -42,8 +42,19 @@ _END_RETRY_S = 0.25
 _CANCELLED = StatusDetails(type="cancelled", reason="client_cancelled")
 
 
+class TextSink(Protocol):
+    """Who takes the text of answers further (``store/committer.py``)."""
+
+    def add(self, writer: Writer) -> None: ...
+
+
 class Turn:
-    """One answer in the making on this replica, as its owner."""
+    """One answer in the making on this replica, as its owner.
+
+    ``response`` may have text already, from another replica: the answer goes on from there. ``attempts`` were made
+    since the last new text. ``on_migrate`` is told why, each time that another engine is to go on, before its text
+    comes; it must not raise.
+    """
 
     def __init__(
         self,
@@ -54,7 +65,9 @@ class Turn:
         writer: Writer,
         prompt: tuple[Item, ...],
         binding: Binding | None,
-        committer: Committer,
+        committer: TextSink,
+        attempts: int = 0,
+        on_migrate: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.session_id = session_id
         self.principal = principal
@@ -62,9 +75,15 @@ class Turn:
         self.writer = writer
         self.prompt = prompt
         self.binding = binding
+        self.attempts = attempts
+        self.on_migrate = on_migrate
+        #: the engine goes on with text that it did not write.
+        self.goes_on = False
         #: somebody wants it stopped; the cut may not be known yet: the end is told it.
         self.stopped = False
         self.cut: Cut | None = None
+        #: another replica is to go on with it: it does not end here.
+        self.left = False
         self.engine = ""
         self.started_at = time.monotonic()
         self.placed_at: float | None = None
@@ -81,6 +100,8 @@ class Turn:
         self._committer.add(self.writer)
 
     def on_thinking(self) -> None:
+        if self.goes_on:  # who thinks anew would say anew, and what looks like thoughts may be the rest of the answer
+            raise EngineError("The answer broke off, and this model can not go on in the middle of it.")
         self.response.on_thinking()
 
     # --- stopping
@@ -91,6 +112,14 @@ class Turn:
         if not self.stopped:
             self.stopped = True
             self.abandon()
+
+    def leave(self) -> bool:
+        """Stop working on it, for another replica goes on; False if there is nothing left but to end it."""
+        if self.stopped or self._answering is None or self._answering.done():
+            return False
+        self.left = True
+        self.abandon()
+        return True
 
     def abandon(self) -> None:
         """Close the engine's stream."""
@@ -105,7 +134,7 @@ class Turn:
                 self.abandon()
             return await self._answering
         except asyncio.CancelledError:
-            if (self.stopped or self.writer.lost) and not _is_cancelled():
+            if (self.stopped or self.left or self.writer.lost) and not _is_cancelled():
                 return None
             raise
         finally:
@@ -129,12 +158,13 @@ class Conductor:
         self._committer = committer
         self._fleet = fleet
         self._client = client
+        self._placer = Placer(store, fleet, limits)
         self._limits = limits
 
     async def run(self, turn: Turn, ended: Callable[[bytes], Awaitable[None]], lock: asyncio.Lock) -> None:
         """Make one answer, whatever happens to it; ``ended`` gets the message of its end, under ``lock``."""
         finish, status, details = await self._run_to_end(turn)
-        if turn.writer.lost:
+        if turn.writer.lost or turn.left:
             return
         response = turn.response
         if not await self._settled(turn):
@@ -150,6 +180,17 @@ class Conductor:
                 return
             turn.stop(reply)  # it was wished before the end was stored
             turn.cut = reply
+
+    async def run_unstored(self, turn: Turn) -> None:
+        """Make an answer that nobody else hears of; it is ended in memory."""
+        finish, status, details = await self._run_to_end(turn)
+        response = turn.response
+        rest = response.take_rest()
+        if turn.stopped:
+            status, details = "cancelled", _CANCELLED
+        elif rest:
+            response.on_stored(rest, len(rest.encode()))
+        response.end(self._outcome(turn, status, details, response.length, finish.usage if finish else None))
 
     def _outcome(
         self, turn: Turn, status: ResponseStatus, details: StatusDetails, length: int, usage: Usage | None
@@ -170,30 +211,47 @@ class Conductor:
         )
 
     async def answer(self, turn: Turn) -> Finish:
-        """Find an engine and read its answer; another engine while none has given any text."""
+        """Find an engine and read its answer; if it fails, another one goes on from the text so far.
+
+        The text, the token budget and the usage are those of one answer, whoever wrote it. Raises EngineError when
+        ``_MAX_ATTEMPTS`` in a row gave no new text, or none can go on; TimeoutError; NoEngine.
+        """
+        text = turn.response.go_on()
+        deadline: float | None = None
         tried: set[str] = set()
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            engine = await self._place(turn, tried)
+        moves = False
+        lost = EngineError("The answer ended all that worked on it.")
+        while turn.attempts < _MAX_ATTEMPTS:
+            engine, turn.binding = await self._placer.place(
+                turn.session_id, turn.response.begun.model, turn.binding, tried
+            )
             turn.engine = engine.id
             turn.placed_at = turn.placed_at or time.monotonic()
+            deadline = deadline or asyncio.get_running_loop().time() + self._limits.max_answer_s
+            if moves and turn.on_migrate is not None:
+                await turn.on_migrate("engine_lost")
             turn.response.move(State.PREFILL)
             engine.in_flight += 1
             try:
-                async with asyncio.timeout(self._limits.max_answer_s):
-                    return await self._client.stream(engine.id, engine.url, self._request(turn, engine), turn)
+                async with asyncio.timeout_at(deadline):
+                    return await self._attempt(turn, engine, text)
             except EngineUnavailable as error:
                 log.warning("Engine %s failed an answer: %s", engine.id, error)
-                if not isinstance(error, EngineBusy):
-                    self._fleet.failed(engine.id, str(error))
-                elif engine.id in tried:
-                    raise  # all that could take it are busy: asking at once again makes it worse
-                if turn.first_text_at is not None or attempt == _MAX_ATTEMPTS:
-                    raise
-                tried.add(engine.id)
-                turn.response.move(State.QUEUED)
+                lost = error
             finally:
                 engine.in_flight -= 1
-        raise AssertionError("unreachable")
+            if not isinstance(lost, EngineBusy):
+                self._fleet.failed(engine.id, str(lost))
+            elif engine.id in tried:
+                raise lost  # all that could take it are busy: asking at once again makes it worse
+            before, text = text, turn.response.go_on()
+            if text and turn.response.state is State.THINKING:
+                raise lost  # what it thought is lost too
+            moves = len(text) > len(before)
+            turn.attempts = 0 if moves else turn.attempts + 1
+            tried = {engine.id} if moves else tried | {engine.id}
+            turn.response.move(State.QUEUED)
+        raise lost
 
     # --- private
 
@@ -214,7 +272,7 @@ class Conductor:
         except TimeoutError:
             message = f"The answer took longer than {self._limits.max_answer_s:.0f} s."
             return None, "incomplete", _details("incomplete", "answer_timeout", message, type="server_error")
-        except _NoEngine as error:
+        except NoEngine as error:
             details = _details(
                 "failed", "overloaded", str(error), type="server_error", retryable=True, retry_after_ms=2000
             )
@@ -242,69 +300,55 @@ class Conductor:
                 return finish, "incomplete", StatusDetails(type="incomplete", reason="max_output_tokens")
             case "content_filter":
                 return finish, "incomplete", StatusDetails(type="incomplete", reason="content_filter")
-            case "abort":
-                message = "The engine gave the answer up."
-                return finish, "failed", _details("failed", "engine_aborted", message, retryable=True)
             case _:
                 return finish, "completed", StatusDetails(type="completed")
 
-    async def _place(self, turn: Turn, tried: set[str]) -> Engine:
-        """The engine for this turn, and the session bound to it: one that was not ``tried``, if there is one.
+    async def _attempt(self, turn: Turn, engine: Engine, text: str) -> Finish:
+        """One engine's part of the answer, from ``text`` on. The end and the usage are those of the whole answer."""
+        turn.goes_on = bool(text)
+        written = await self._count(turn, engine, text) if text else 0
+        request = self._request(turn, engine, text, written)
+        if request.max_tokens is not None and request.max_tokens <= 0:
+            return Finish("length", None)
+        try:
+            finish = await self._client.stream(engine.id, engine.url, request, turn)
+        except EngineRefused as error:
+            if text and _too_long(error):  # it fills the window, and only its end was missing
+                return Finish("length", None)
+            raise
+        return Finish(finish.reason, finish.usage.of_whole(written) if finish.usage else None)
 
-        Raises _NoEngine if none comes up in time.
+    async def _count(self, turn: Turn, engine: Engine, text: str) -> int:
+        """The tokens of the answer so far, about: an engine that does not count keeps no answer from going on."""
+        try:
+            return await self._client.count_tokens(engine.url, turn.response.begun.model, text, engine=engine.id)
+        except EngineError as error:
+            log.warning("Engine %s did not count the tokens of an answer, so they are estimated: %s", engine.id, error)
+            return context.estimated_tokens(text)
+
+    def _request(self, turn: Turn, engine: Engine, text: str, written: int) -> ChatRequest:
+        """What to ask for: the answer, or what follows its ``text`` of ``written`` tokens.
+
+        Stop strings need no care here: vLLM sends nothing that may be the beginning of one.
         """
-        healthy = await self._healthy(turn.response.begun.model)
-        healthy = [engine for engine in healthy if engine.id not in tried] or healthy
-        while True:
-            engine = place(turn.session_id, turn.binding, healthy)
-            assert engine is not None, "one is healthy"
-            wanted = Binding(engine.id, engine.epoch)
-            if turn.binding == wanted:
-                return engine
-            # Somebody else may have bound it meanwhile: then theirs holds, if it can be used.
-            try:
-                holds = await self._store.bind(turn.session_id, turn.binding, wanted)
-            except StoreUnavailable:
-                return engine  # the answer waits for the store, not for the place of the next one
-            if holds is None or holds in (wanted, turn.binding):
-                turn.binding = wanted
-                return engine
-            turn.binding = holds
-
-    async def _healthy(self, model: str) -> list[Engine]:
-        """The engines that can answer for ``model``; waits for one. Raises _NoEngine if none comes up in time.
-
-        Engines that start are waited for, for a while: who wrote while they load gets an answer, not an error.
-        """
-        if healthy := self._fleet.healthy(model):
-            return healthy
-        deadline = time.monotonic() + _STARTING_S
-        while True:
-            try:
-                return await self._fleet.wait_healthy(model, self._limits.max_queue_s)
-            except TimeoutError:
-                starting = any(engine.state == "starting" for engine in self._fleet.engines)
-                if not starting or time.monotonic() > deadline:
-                    waited = f"within {self._limits.max_queue_s:.0f} s"
-                    raise _NoEngine(f"No engine that serves {model} came up {waited}.") from None
-
-    def _request(self, turn: Turn, engine: Engine) -> ChatRequest:
         begun = turn.response.begun
+        budget = context.output_budget(
+            begun.max_output_tokens,
+            limit=self._limits.max_output_tokens,
+            window=engine.max_model_len,
+            instructions=begun.instructions,
+            items=turn.prompt,
+        )
         return ChatRequest(
             model=begun.model,
-            messages=context.messages(begun.instructions, turn.prompt),
-            max_tokens=context.output_budget(
-                begun.max_output_tokens,
-                limit=self._limits.max_output_tokens,
-                window=engine.max_model_len,
-                instructions=begun.instructions,
-                items=turn.prompt,
-            ),
+            messages=context.messages(begun.instructions, turn.prompt, text),
+            max_tokens=None if budget is None else budget - written,
             request_id=begun.id,
             temperature=begun.temperature,
             top_p=begun.top_p,
             stop=begun.stop,
             cache_salt=cache_salt(turn.principal),
+            continue_final=bool(text),
         )
 
     async def _end(
@@ -347,10 +391,6 @@ class Conductor:
                 await asyncio.sleep(_END_RETRY_S)
 
 
-class _NoEngine(Exception):
-    """No engine can take the answer."""
-
-
 def _details(
     status: str,
     code: str,
@@ -375,10 +415,13 @@ def _refused(error: EngineRefused) -> StatusDetails:
     if error.status not in (400, 413, 422):
         log.error("Engine %s refused us with status %d", error.engine, error.status)
         return _details("failed", "engine_refused", "The engine does not take requests from this server.")
-    # vLLM has no code of its own for it.
-    too_long = "context length" in str(error)
-    code = "context_length_exceeded" if too_long else "invalid_request"
+    code = "context_length_exceeded" if _too_long(error) else "invalid_request"
     return _details("failed", code, str(error), type="invalid_request_error")
+
+
+def _too_long(error: EngineRefused) -> bool:
+    """Whether a prompt does not fit the window; vLLM has no code of its own for it."""
+    return "context length" in str(error)
 
 
 def _is_cancelled() -> bool:

@@ -309,11 +309,15 @@ async def test_an_answer_to_nothing_is_refused(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
-        ({"response": {"conversation": "none"}}, "unsupported", "response.conversation"),
-        ({"response": {"input": []}}, "unsupported", "response.input"),
+        ({"response": {"conversation": "none"}, "in_reply_to": "item_1"}, "invalid_value", "in_reply_to"),
+        ({"response": {"input": [{"type": "item_reference", "id": "i"}]}}, "item_not_found", "response.input[0]"),
+        ({"response": {"input": [{"type": "function_call"}]}}, "unsupported", "response.input[0].type"),
+        (
+            {"response": {"input": [{"type": "message", "role": "user", "content": []}]}},
+            "invalid_value",
+            "response.input[0].content",
+        ),
         ({"response": {"tools": [{"type": "function"}]}}, "unsupported", "response.tools"),
-        ({"if_active": "queue"}, "unsupported", "if_active"),
-        ({"if_active": "interrupt"}, "unsupported", "if_active"),
         ({"if_active": "ignore"}, "invalid_value", "if_active"),
         ({"response": {"max_output_tokens": -1}}, "invalid_value", "response.max_output_tokens"),
         ({"response": {"n": 2}}, "unknown_parameter", "response.n"),

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import redis.asyncio
 
 from chat_server import turn as turn_module
-from chat_server.core.placement import Binding
-from chat_server.core.principal import LOCAL
-from chat_server.core.response import Begun, Response
-from chat_server.engine.fleet import Engine
-from chat_server.engine.simulated import Fault, SimulatedOptions, answer_for
-from chat_server.engine.vllm import ChatRequest, EngineListener, Finish, Usage
-from chat_server.errors import EngineUnavailable, StoreUnavailable
+from chat_server.engine.simulated import (
+    Fault,
+    SimulatedEngine,
+    SimulatedOptions,
+    answer_for,
+    prompt_tokens,
+    simulated_server,
+    tokens,
+)
+from chat_server.engine.simulated.options import FaultKind
+from chat_server.engine.vllm import ChatRequest, Deadlines, EngineListener, Finish, VllmClient, open_http
+from chat_server.errors import EngineBusy, EngineRefused, EngineUnavailable
 from chat_server.settings import Limits
-from chat_server.store import messages
-from chat_server.store.committer import Writer
-from chat_server.store.messages import ResponseEnded
 from chat_server.store.replies import Cut
-from chat_server.turn import Conductor, Turn
 from tests.support.server import QUICK, RunningServer, running_server
 from tests.support.ws import WsClient
+from tests.turns import ASKED, Script
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = "Tell me more, in 300 words."
-#: Answers are thought over first, and an engine that is silent for a second is left.
+#: Answers are thought over first, and one that takes four seconds is left.
 THINKING = SimulatedOptions(
     tokens_per_s=2000.0, first_token_s=0.005, words=40, block_size=16, reasoning_tokens=5, max_model_len=4000
 )
@@ -39,7 +44,7 @@ THINKING = SimulatedOptions(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
     """One server with two engines for all tests here; each has a session of its own and leaves no fault behind."""
-    limits = Limits(max_answer_s=1.0, max_queue_s=5.0)
+    limits = Limits(max_answer_s=4.0, max_queue_s=5.0)
     async with running_server(tmp_path_factory.mktemp("turn"), simulated=THINKING, limits=limits) as running:
         yield running
 
@@ -133,10 +138,27 @@ async def test_engines_that_go_on_failing_fail_the_answer(
         assert (await client.turn("Again")).response["status"] == "completed"
 
 
-@pytest.mark.parametrize("kind", ["cut", "end", "error"])
-async def test_an_answer_that_breaks_off_keeps_its_text(server: RunningServer, faults: AddFault, kind: Any) -> None:
-    """Failed, with a code; what was told is what is stored, and what the next prompt holds."""
+@pytest.mark.parametrize("kind", ["cut", "end", "error", "abort"])
+async def test_an_answer_that_breaks_off_goes_on_elsewhere(server: RunningServer, faults: AddFault, kind: Any) -> None:
+    """The text goes on without a gap, and the next prompt holds it whole."""
     faults(Fault(kind, after_tokens=50, status=500))
+    async with server.connect() as client:
+        response = await ended(client)
+        assert response["status"] == "completed"
+        [item] = response["output"]
+        text = answer_for([{"role": "user", "content": LONG}])
+        assert item["content"][0]["text"] == client.texts[item["id"]] == text
+        for engine in server.engines:
+            engine.engine.clear_faults()
+        turn = await client.turn("And now?")
+        told = [("user", LONG), ("assistant", text), ("user", "And now?")]
+        assert turn.text == answer_for([{"role": role, "content": content} for role, content in told], QUICK.words)
+
+
+async def test_an_answer_that_nobody_can_end_keeps_its_text(server: RunningServer, faults: AddFault) -> None:
+    """Failed, with a code; what was told is what is stored, and what the next prompt holds."""
+    faults(Fault("cut", after_tokens=50))
+    faults(Fault("cut", times=None))
     async with server.connect() as client:
         response = await ended(client)
         assert response["status"] == "failed"
@@ -224,98 +246,6 @@ async def test_a_dead_engine_hands_its_sessions_to_the_other(tmp_path: Any) -> N
 # --- by itself: a conductor with scripted parts
 
 
-class Script:
-    """Stands for the store, the committer, the fleet and the engines of one conductor, and records its end."""
-
-    def __init__(self, *, fail: Exception | None = None) -> None:
-        self.fail = fail
-        self.engine = Engine("engine-1", "http://engine", state="healthy", epoch="1", models=("m",))
-        self.ends: list[dict[str, Any]] = []
-        self.told: list[ResponseEnded] = []
-        self.away = 0
-        self.on_settle: Callable[[], None] = lambda: None
-        self.bindings: list[tuple[Binding | None, Binding]] = []
-        self.bound: Binding | None = None
-
-    # the fleet
-    def healthy(self, model: str) -> list[Engine]:
-        return [self.engine]
-
-    def failed(self, engine_id: str, reason: str) -> None:
-        pass
-
-    # the engine
-    async def stream(self, engine: str, url: str, request: ChatRequest, listener: EngineListener) -> Finish:
-        if self.fail is not None:
-            raise self.fail
-        listener.on_text("Hello")
-        return Finish("stop", Usage(3, 2, 1))
-
-    # the committer
-    def add(self, writer: Writer) -> None:
-        if writer.response.take_commit():
-            writer.response.stored_in_flight()
-
-    async def settle(self, writer: Writer) -> None:
-        self.on_settle()
-
-    # the store
-    async def bind(self, session_id: str, read: Binding | None, new: Binding) -> Binding | None:
-        self.bindings.append((read, new))
-        if self.bound != read:
-            return self.bound
-        self.bound = new
-        return new
-
-    async def end(self, session_id: str, response_id: str, token: str, item: Any, **how: Any) -> bytes:
-        if self.away:
-            self.away -= 1
-            raise StoreUnavailable("away")
-        self.ends.append({"item": item, **how})
-        body = messages.end_body(response_id, how["rest_offset"], how["rest"], how["outcome"])
-        return b'{"kind":"end","session":"s","before":1,"version":2,' + body + b"}"
-
-    def turn(self, binding: Binding | None = None) -> Turn:
-        begun = Begun(
-            id="resp_1",
-            item_id="item_1",
-            replica="replica_1",
-            epochs=[("epoch_1", 0)],
-            created_ms=0,
-            model="m",
-            instructions="",
-            max_output_tokens=None,
-            temperature=None,
-            top_p=None,
-            stop=(),
-            metadata=None,
-        )
-        response = Response(begun, previous_item_id=None)
-        writer = Writer("s", "token_1", response, lambda: None, lambda: None, lambda reply: None)
-        return Turn(
-            session_id="s",
-            principal=LOCAL,
-            response=response,
-            writer=writer,
-            prompt=(),
-            binding=binding,
-            committer=cast("Any", self),
-        )
-
-    async def run(self, turn: Turn) -> ResponseEnded:
-        part = cast("Any", self)
-        conductor = Conductor(store=part, committer=part, fleet=part, client=part, limits=Limits())
-
-        async def told(message: bytes) -> None:
-            change = messages.decode(message)
-            assert isinstance(change, ResponseEnded)
-            self.told.append(change)
-
-        await conductor.run(turn, told, asyncio.Lock())
-        [end] = self.told
-        return end
-
-
 async def test_the_end_carries_the_engines_counts() -> None:
     """Usage, the engine's name and the whole text, in one write."""
     script = Script()
@@ -354,25 +284,239 @@ async def test_an_end_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyP
 )
 async def test_any_fault_has_an_end(error: Exception, code: str) -> None:
     """Also one of our own, which tells nothing of its inside."""
-    script = Script(fail=error)
+    script = Script([error])
     end = await script.run(script.turn())
     assert end.outcome.status == "failed"
     assert end.outcome.details is not None
     assert end.outcome.details.error.code == code  # type: ignore[union-attr]
     assert "secret" not in end.outcome.details.error.message  # type: ignore[union-attr]
-    assert script.engine.in_flight == 0
 
 
-async def test_a_binding_that_somebody_else_made_meanwhile_holds() -> None:
-    """The session is asked of again with what holds now, instead of overwriting it blindly."""
+# --- going on: an engine is lost in mid-answer
+
+LOST = EngineUnavailable("gone")
+BUSY = EngineBusy("full")
+
+
+async def test_another_engine_goes_on_with_the_text_so_far() -> None:
+    """It is asked with the text as the last, unfinished message; those who listen are told before its text comes."""
+    script = Script(["Once", " upon ", LOST], [" a time"], engines=["http://a", "http://b"])
+    end = await script.run(script.turn(instructions="Be kind."))
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("completed", "Once upon a time")
+    (first, begun), (second, going_on) = script.requests
+    assert first != second == end.outcome.engine
+    assert (begun.continue_final, going_on.continue_final) == (False, True)
+    assert going_on.messages == (*begun.messages, {"role": "assistant", "content": "Once upon"})
+    assert script.migrations == [("engine_lost", "Once upon")]
+    assert script.failures == [first]
+
+
+async def test_an_answer_that_had_no_text_starts_anew() -> None:
+    """Also when white space came: nothing was told that it could go on from, and nobody is told of the loss."""
+    script = Script([LOST], ["\n ", LOST], ["Hello"])
+    end = await script.run(script.turn())
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("completed", "Hello")
+    assert [request.continue_final for _, request in script.requests] == [False, False, False]
+    assert script.migrations == []
+
+
+async def test_an_answer_that_is_taken_over_goes_on_at_once() -> None:
+    """Its stored text is the beginning; the engine's count of it is out of the budget, and in the usage."""
+    script = Script([" a time"])
+    end = await script.run(script.turn(stored="Once upon", max_output_tokens=20))
+    assert script.ends[0]["item"].text == "Once upon a time"
+    [(_, request)] = script.requests
+    assert (request.continue_final, request.max_tokens) == (True, 20 - len("Once upon"))
+    assert script.migrations == [], "who took it over tells it"
+    assert end.outcome.usage is not None
+    assert (end.outcome.usage.input_tokens, end.outcome.usage.output_tokens) == (0, 2 + len("Once upon"))
+
+
+async def test_a_request_that_ends_all_that_touches_it_fails() -> None:
+    """After three attempts without new text, and what there is stays."""
+    script = Script(["Once", LOST], [LOST])
+    end = await script.run(script.turn())
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("failed", "Once")
+    assert script.ends[0]["item"].status == "incomplete"
+    assert len(script.requests) == 1 + 3
+    assert [text for _, text in script.migrations] == ["Once"], "it is told once, not for each attempt"
+
+
+@pytest.mark.parametrize(("attempts", "asked"), [(0, 3), (2, 1), (3, 0), (4, 0)])
+async def test_attempts_of_other_replicas_count(attempts: int, asked: int) -> None:
+    """A replica that takes over goes on with the count, so the bound is one for all."""
+    script = Script([LOST])
+    turn = script.turn(stored="Once", attempts=attempts)
+    end = await script.run(turn)
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("failed", "Once")
+    assert len(script.requests) == asked
+    assert turn.attempts == max(attempts, 3)
+
+
+async def test_an_answer_goes_on_as_long_as_there_is_new_text() -> None:
+    """New text makes the count begin anew; white space is no text."""
+    lives: list[list[str | Exception | None]] = []
+    for _ in range(20):
+        lives += [["word ", LOST], [" ", LOST], [LOST]]
+    script = Script(*lives, ["."])
+    end = await script.run(script.turn())
+    assert end.outcome.status == "completed"
+    assert script.ends[0]["item"].text == "word" * 20 + "."
+    assert len(script.requests) == 61
+
+
+@pytest.mark.parametrize(
+    ("life", "asked"),
+    [(["Once", EngineRefused("no")], 1), (["Once", RuntimeError("bug")], 1), (["Once", None, LOST], 1)],
+    ids=["a no", "a bug", "thinking under way"],
+)
+async def test_what_no_other_engine_can_mend_ends_the_answer(life: list[Any], asked: int) -> None:
+    """With the text that there is."""
+    script = Script(life, [" more"])
+    end = await script.run(script.turn())
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("failed", "Once")
+    assert len(script.requests) == asked
+
+
+async def test_thinking_before_the_first_word_starts_anew() -> None:
+    """Nothing was sent."""
+    script = Script([None, LOST], [None, "Hello"])
+    end = await script.run(script.turn())
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("completed", "Hello")
+
+
+async def test_an_engine_that_thinks_anew_does_not_go_on() -> None:
+    """It would begin anew, or its thoughts are the rest of the answer: failed, and never a mixture or a silent hole."""
+    script = Script(["Once", LOST], [None, "Twice"])
+    end = await script.run(script.turn())
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("failed", "Once")
+    assert script.failures == ["engine-1"], "the second one did nothing wrong"
+
+
+async def test_busy_engines_are_left_alone_in_mid_answer_too() -> None:
+    """The next one is asked; when all are busy the answer ends, for asking at once again makes it worse."""
+    script = Script(["Once", LOST], [BUSY], [BUSY], engines=["http://a", "http://b"])
+    end = await script.run(script.turn())
+    assert end.outcome.status == "failed"
+    assert end.outcome.details is not None
+    assert end.outcome.details.error.code == "overloaded"  # type: ignore[union-attr]
+    lost, *busy = [engine for engine, _ in script.requests]
+    assert (len(busy), lost in busy) == (2, False)
+    assert script.failures == [lost], "a busy engine is not a dead one"
+
+
+async def test_a_budget_that_is_used_up_ends_the_answer_without_asking() -> None:
+    """The engine was lost just before it could say that."""
     script = Script()
-    script.bound = Binding("engine-0", "9")
-    await script.run(script.turn())
-    assert script.bindings == [
-        (None, Binding("engine-1", "1")),
-        (Binding("engine-0", "9"), Binding("engine-1", "1")),  # theirs can not be used: it is not healthy
-    ]
-    assert script.bound == Binding("engine-1", "1")
-    again = Script()
-    await again.run(again.turn(Binding("engine-1", "1")))
-    assert again.bindings == []
+    end = await script.run(script.turn(stored="Once", max_output_tokens=4))
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("incomplete", "Once")
+    assert end.outcome.details is not None
+    assert end.outcome.details.reason == "max_output_tokens"
+    assert script.requests == []
+
+
+async def test_a_window_that_is_full_ends_the_answer() -> None:
+    """The engine's no is then the end, not a fault."""
+    script = Script([EngineRefused("This model's maximum context length is 8192 tokens.")])
+    end = await script.run(script.turn(stored="Once"))
+    assert (end.outcome.status, script.ends[0]["item"].text) == ("incomplete", "Once")
+
+
+async def test_an_engine_that_does_not_count_keeps_no_answer_from_going_on() -> None:
+    """The tokens are then estimated."""
+    script = Script([" more"])
+    script.counts = False
+    end = await script.run(script.turn(stored="Once upon", max_output_tokens=20))
+    assert end.outcome.status == "completed"
+    assert script.requests[0][1].max_tokens == 20 - 3
+
+
+async def test_all_attempts_share_the_time_of_one_answer() -> None:
+    """It does not begin anew with each engine."""
+
+    class Slow(Script):
+        async def stream(self, engine: str, url: str, request: ChatRequest, listener: EngineListener) -> Finish:
+            self.requests.append((engine, request))
+            listener.on_text("word")
+            await asyncio.sleep(0.06)
+            raise LOST
+
+    script = Slow()
+    end = await script.run(script.turn(), Limits(max_answer_s=0.2))
+    assert end.outcome.status == "incomplete"
+    assert end.outcome.details is not None
+    assert end.outcome.details.error.code == "answer_timeout"  # type: ignore[union-attr]
+    assert 2 <= len(script.requests) <= 4
+
+
+# --- going on, with real engines' HTTP
+
+AT_ONCE = SimulatedOptions(tokens_per_s=0, prefill_tokens_per_s=0, first_token_s=0, tokens_per_chunk=2)
+BREAKS: tuple[FaultKind, ...] = ("cut", "end", "error", "abort", "hang")
+WHOLE = answer_for([{"role": "user", "content": ASKED}])
+
+
+@asynccontextmanager
+async def playing(
+    store: random.Random | None = None, options: SimulatedOptions = AT_ONCE
+) -> AsyncIterator[tuple[Script, list[SimulatedEngine]]]:
+    """Three simulated engines behind the real client, which leaves one that is silent for a moment."""
+    deadlines = Deadlines(connect_s=5, headers_s=5, first_s=0.15, silence_s=0.15)
+    async with open_http(deadlines) as http, AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(simulated_server(options)) for _ in range(3)]
+        client = VllmClient(http, deadlines=deadlines)
+        yield (
+            Script(engines=[server.url for server in servers], client=client, store=store),
+            [server.engine for server in servers],
+        )
+
+
+@pytest.mark.parametrize("round_", range(12))
+async def test_an_answer_survives_any_engines_it_meets(round_: int) -> None:
+    """They die, hang, say 500 or 503, stop in the middle, at random places: the text is as of one that never failed.
+
+    The store takes the text in random pieces meanwhile. Tokens are counted as of one answer.
+    """
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with playing(chance) as (script, engines):
+        for _ in range(chance.randint(1, 9)):  # each after some text, for an emoji alone is none
+            chance.choice(engines).add_fault(Fault(chance.choice(BREAKS), after_tokens=chance.randint(12, 60)))
+        for _ in range(chance.randint(0, 2)):  # a third one without new text would be the end
+            chance.choice(engines).add_fault(Fault("status", status=chance.choice((500, 503))))
+        end = await script.run(script.turn())
+        assert script.ends[0]["item"].text == WHOLE
+        assert end.outcome.status == "completed"
+        assert end.outcome.usage is not None
+        prompt = prompt_tokens([{"role": "user", "content": ASKED}])
+        assert end.outcome.usage.input_tokens == len(prompt)
+        assert end.outcome.usage.output_tokens == len(tokens(WHOLE)) + 1
+
+
+@pytest.mark.parametrize("budget", [1, 2, 40, 41, 100])
+async def test_a_budget_holds_across_engines(budget: int) -> None:
+    """To the token, wherever the answer is cut."""
+    expected = "".join(tokens(WHOLE)[:budget])
+    for after in range(1, min(budget, 45), 3):
+        async with playing() as (script, engines):
+            for engine in engines:
+                engine.add_fault(Fault("cut", after_tokens=after))
+            end = await script.run(script.turn(max_output_tokens=budget))
+        text = script.ends[0]["item"].text
+        assert end.outcome.status == "incomplete"
+        # What ends the text may be white space or half an emoji: it was dropped if the budget was met at the cut.
+        assert text == expected or (expected.startswith(text) and not script.ends[0]["rest"])
+        assert len(tokens(text)) >= budget - 3
+
+
+async def test_text_of_two_attempts_shows_where_engines_really_differ() -> None:
+    """Each attempt of these engines writes words of its own, numbered: none is missing, none comes twice."""
+    options = replace(AT_ONCE, vary=True, words=60, tokens_per_chunk=1)
+    async with playing(options=options) as (script, engines):
+        for engine in engines:
+            engine.add_fault(Fault("cut", after_tokens=10))
+        await script.run(script.turn())
+    words = [word.partition("·") for word in script.ends[0]["item"].text.split()]
+    assert [int(number) for _, _, number in words] == list(range(1, 61))
+    assert len({attempt for attempt, _, _ in words}) == 3, "two were cut, and a third one wrote the rest"

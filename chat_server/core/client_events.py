@@ -64,15 +64,22 @@ class PartIn(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["input_text", "output_text"]
 
 
-class ItemIn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ItemIn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="message"):
     """A message to put into the conversation. ``id``, if the client chooses it, makes a retry harmless."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[PartIn], Meta(min_length=1, max_length=64)]
     id: Id | None = None
-    type: Literal["message"] = "message"
     object: Literal["realtime.item"] | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class ItemReference(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="item_reference"
+):
+    """An item of the conversation, in the prompt of a response that does not answer the conversation."""
+
+    id: Id
 
 
 class ResponseParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +92,7 @@ class ResponseParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop: Stop | None = None  # +
     metadata: Metadata | None = None
     conversation: Literal["auto", "none"] | None = None
-    input: list[Any] | None = None
+    input: Annotated[list[ItemIn | ItemReference], Meta(max_length=1000)] | None = None
     tools: list[Any] | None = None
     # Of the API, accepted and ignored.
     audio: Any = None
@@ -127,6 +134,15 @@ class ItemDelete(ClientEvent, frozen=True, kw_only=True, tag="conversation.item.
     item_id: Id
 
 
+class ItemTruncate(ClientEvent, frozen=True, kw_only=True, tag="conversation.item.truncate"):
+    """Keep only what was seen of an answer: its first ``text_end`` code points (+)."""
+
+    item_id: Id
+    content_index: Annotated[int, Meta(ge=0, le=0)] = 0
+    audio_end_ms: Any = None  # of the API; it says nothing of a text
+    text_end: Count | None = None  # +
+
+
 class ResponseCreate(ClientEvent, frozen=True, kw_only=True, tag="response.create"):
     """Ask for an answer to the conversation as it stands."""
 
@@ -149,12 +165,13 @@ class Ping(ClientEvent, frozen=True, kw_only=True, tag="ping"):
     t: Annotated[float, Meta(ge=-(2**53), le=2**53)] | int | None = None
 
 
-AnyClientEvent = SessionUpdate | ItemCreate | ItemRetrieve | ItemDelete | ResponseCreate | ResponseCancel | Ping
+AnyClientEvent = (
+    SessionUpdate | ItemCreate | ItemRetrieve | ItemDelete | ItemTruncate | ResponseCreate | ResponseCancel | Ping
+)
 
 #: Events of the API that have no meaning here; the answer is error ``unsupported``, not ``unknown``.
 UNSUPPORTED = frozenset(
     {
-        "conversation.item.truncate",
         "input_audio_buffer.append",
         "input_audio_buffer.clear",
         "input_audio_buffer.commit",

@@ -71,24 +71,28 @@ def _check_type(raw: dict[str, Any], event_id: str | None) -> None:
         message = f"Unknown event type: {shown}. Supported: {', '.join(sorted(map(str, _KNOWN)))}."
         raise BadEvent("invalid_value", message, param="type", event_id=event_id)
     if kind == "conversation.item.create":
-        _check_item(raw.get("item"), event_id)
+        _check_item(raw.get("item"), event_id, "item")
+    params = raw.get("response") if kind == "response.create" else None
+    asked = params.get("input") if isinstance(params, dict) else None
+    for index, item in enumerate(asked if isinstance(asked, list) else ()):
+        _check_item(item, event_id, f"response.input[{index}]")
 
 
-def _check_item(item: object, event_id: str | None) -> None:
+def _check_item(item: object, event_id: str | None, at: str) -> None:
     """Tell items and parts that are not text apart from plain mistakes: the answer to them is ``unsupported``."""
     if not isinstance(item, dict):
         return
     kind = item.get("type")
-    if isinstance(kind, str) and kind in _OTHER_ITEMS:
+    if isinstance(kind, str) and kind in _OTHER_ITEMS and not (kind == "item_reference" and at != "item"):
         raise BadEvent(
-            "unsupported", f"Items of type `{kind}` are not supported yet.", param="item.type", event_id=event_id
+            "unsupported", f"Items of type `{kind}` are not supported yet.", param=f"{at}.type", event_id=event_id
         )
     content = item.get("content")
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in ("input_audio", "input_image", "output_audio"):
             message = f"Parts of type `{kind}` are not supported: this server speaks text."
-            raise BadEvent("unsupported", message, param=f"item.content[{index}].type", event_id=event_id)
+            raise BadEvent("unsupported", message, param=f"{at}.content[{index}].type", event_id=event_id)
 
 
 def _explain(error: str) -> tuple[str, str, str | None]:

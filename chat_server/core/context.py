@@ -7,19 +7,30 @@ from collections.abc import Iterable, Sequence
 from chat_server.core.items import Item, Usage
 
 
-def messages(instructions: str, items: Iterable[Item]) -> tuple[dict[str, str], ...]:
+def messages(instructions: str, items: Iterable[Item], partial: str = "") -> tuple[dict[str, str], ...]:
     """The prompt: instructions first, always as the same bytes, so the engine's cached prefix holds; then the items.
 
     Answers that ended early are there as they were seen. Items without text are left out, for templates stumble over
-    them.
+    them. ``partial`` is the text of the answer that an engine is to go on with: the last message, the assistant's.
     """
     prompt = [{"role": "system", "content": instructions}] if instructions else []
     prompt += [{"role": item.role, "content": item.text} for item in items if item.text]
+    if partial:
+        prompt.append({"role": "assistant", "content": partial})
     return tuple(prompt)
 
 
 #: tokens that a chat template adds round a message, at most.
 _TEMPLATE_TOKENS = 16
+
+
+#: bytes of UTF-8 in a token, rather few: English has four or five in one, Chinese three or four, code three.
+_BYTES_PER_TOKEN = 3
+
+
+def estimated_tokens(text: str) -> int:
+    """About how many tokens ``text`` has, where no engine says so: rather too many than too few."""
+    return -(-len(text.encode()) // _BYTES_PER_TOKEN)
 
 
 def output_budget(
@@ -29,7 +40,7 @@ def output_budget(
 
     The limit is left to the engine (None: what is left of its ``window``) where it may not fit beside the prompt, for
     an engine refuses a request that asks for more than its window. The prompt's size is known from the usage of the
-    last answer; what came after it has at most one token per byte.
+    last answer; what came after it has at most one token per byte. All engines that write on an answer share it.
     """
     if wanted is not None:
         return min(wanted, limit)

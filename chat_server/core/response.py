@@ -7,6 +7,7 @@ be told. Connections keep only how far they have been told (``view.py``).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -54,6 +55,8 @@ class Begun(Struct, frozen=True, kw_only=True):
     top_p: float | None
     stop: tuple[str, ...]
     metadata: dict[str, str] | None
+    #: the prompt, for a response that does not answer the conversation.
+    input: list[Item] | UnsetType = UNSET
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -95,12 +98,21 @@ class Response:
     after ``end``.
     """
 
-    def __init__(self, begun: Begun, *, previous_item_id: str | None) -> None:
+    def __init__(
+        self,
+        begun: Begun,
+        *,
+        previous_item_id: str | None,
+        later_epochs: Sequence[tuple[str, int]] = (),
+        private: bool = False,
+    ) -> None:
         self.begun = begun
+        #: whether it stays outside of the conversation, and belongs to the connection that asked for it.
+        self.private = private
         self.id = begun.id
         self.item_id = begun.item_id
         self.previous_item_id = previous_item_id
-        self.epochs = list(begun.epochs)
+        self.epochs = [*begun.epochs, *later_epochs]
         self.state = State.QUEUED
         self.outcome: Outcome | None = None
         #: whether the store can not take text at the moment; the heartbeat says ``waiting``.
@@ -135,6 +147,18 @@ class Response:
         """Reasoning came from the engine; it is not shown."""
         if self.state is not State.ENDED:
             self.move(State.THINKING)
+
+    def go_on(self) -> str:
+        """The text that another engine goes on from; ask when the last one is left, and before the next one writes.
+
+        It is what is stored, what is on its way there (it will be stored: the committer does not give up), and what
+        is pending up to a safe place. What is pending after that is dropped: the next engine writes it again.
+        """
+        pending = "".join(self._pending)
+        kept = pending[: safe_length(pending)]
+        self._pending = [kept] if kept else []
+        on_its_way = self._in_flight.text if self._in_flight is not None else ""
+        return self.text(0) + on_its_way + kept
 
     def take_commit(self) -> Commit | None:
         """The text to store next, up to a place from which another engine could go on exactly; None if there is none.
@@ -192,6 +216,13 @@ class Response:
     @property
     def epoch(self) -> str:
         return self.epochs[-1][0]
+
+    def migrate(self, epoch: tuple[str, int]) -> None:
+        """Another owner goes on with the text from here. Raises ValueError if the store holds more or less of it."""
+        if epoch[1] != self.length:
+            raise ValueError("the text is not what the new owner goes on from")
+        self.epochs.append(epoch)
+        self._make_prefix()
 
     def end(self, outcome: Outcome) -> None:
         """It ended, and the store knows: what is left to tell may be told. The text is cut as the outcome says.
@@ -309,6 +340,18 @@ class Response:
         self._prefix = head[:-1] + b',"offset":'
         self._suffix = b',"event_id":"event_%s_' % self.epoch.rpartition("_")[2].encode()
         self._frame = b""
+
+
+def cancelled_in_queue(response: Response) -> tuple[Item, Outcome]:
+    """How a response ends that is cancelled before anything of it was made: its item, and the outcome."""
+    outcome = Outcome(
+        status="cancelled",
+        details=StatusDetails(type="cancelled", reason="client_cancelled"),
+        text_length=0,
+        epochs=list(response.epochs),
+        keeps_item=False,
+    )
+    return response.make_item("incomplete", "", outcome), outcome
 
 
 def ended_response(item: Item, *, previous: str | None, kept: bool) -> Response:

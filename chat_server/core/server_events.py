@@ -91,6 +91,15 @@ class ItemDeleted(ServerEvent, tag="conversation.item.deleted"):
     item_id: str
 
 
+class ItemTruncated(ServerEvent, tag="conversation.item.truncated"):
+    """An item keeps only what was seen of it: its first ``text_end`` code points."""
+
+    item_id: str
+    text_end: int  # +
+    content_index: int = 0
+    audio_end_ms: int = 0
+
+
 class ResponseCreated(ServerEvent, tag="response.created"):
     """An answer was accepted."""
 
@@ -104,6 +113,13 @@ class ResponseQueued(ServerEvent, tag="response.queued"):
 
     response_id: str
     position: int
+
+
+class ResponseMigrated(ServerEvent, tag="response.migrated"):
+    """+ Another engine or replica goes on with it, without a gap. Only to connections with extensions."""
+
+    response_id: str
+    reason: str
 
 
 class OutputItemAdded(ServerEvent, tag="response.output_item.added"):

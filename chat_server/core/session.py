@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from chat_server.core.client_events import Flush, ResponseCreate, ResponseParams, SessionPatch
-from chat_server.core.items import SessionSettings
+from chat_server.core.client_events import Flush, ItemTruncate, ResponseCreate, ResponseParams, SessionPatch
+from chat_server.core.items import Item, Part, SessionSettings
 from chat_server.core.principal import Principal
 from chat_server.core.response import Begun
 from chat_server.errors import ClientError
@@ -45,12 +45,35 @@ def check_response_create(event: ResponseCreate) -> ResponseParams:
     """The parameters of a ``response.create``. Raises ClientError for what is not supported yet."""
     params = event.response or ResponseParams()
     _check_tools(params.tools, "response.tools")
-    if params.conversation == "none" or params.input is not None:
-        param = "response.conversation" if params.conversation == "none" else "response.input"
-        raise ClientError("unsupported", "Responses outside the conversation are not supported yet.", param=param)
-    if event.if_active != "reject":
-        raise ClientError("unsupported", f"`if_active: {event.if_active}` is not supported yet.", param="if_active")
+    if params.conversation == "none" and event.in_reply_to is not None:
+        message = "A response outside of the conversation can not be the answer to one of its items."
+        raise ClientError("invalid_value", message, param="in_reply_to")
     return params
+
+
+def truncated(item: Item, event: ItemTruncate, epoch: str) -> tuple[Item, int]:
+    """An answer without what the event takes off, and its length in code points. Raises ClientError.
+
+    The text before the cut is the same as before, so the chain of epochs goes on with ``epoch``.
+    """
+    if item.role != "assistant":
+        raise ClientError("invalid_value", "Only answers can be truncated.", param="item_id")
+    if event.text_end is None:
+        message = "Say with `text_end` how many code points of the text were seen."
+        raise ClientError("missing_required_parameter", message, param="text_end")
+    length = len(item.text)
+    if event.text_end > length:
+        message = f"The text has {length} code points, fewer than `text_end`."
+        raise ClientError("invalid_value", message, param="text_end")
+    if event.text_end == length:
+        return item, length
+    shorter = msgspec.structs.replace(
+        item,
+        status="incomplete",
+        content=[Part(type="output_text", text=item.text[: event.text_end])],
+        epochs=UNSET if item.epochs is UNSET else [*item.epochs, (epoch, event.text_end)],
+    )
+    return shorter, event.text_end
 
 
 def begun(
@@ -63,6 +86,7 @@ def begun(
     replica: str,
     model: str,
     in_reply_to: str | None,
+    input: list[Item] | UnsetType = UNSET,
     token_limit: int,
     now_ms: int,
 ) -> Begun:
@@ -82,6 +106,7 @@ def begun(
         top_p=_first(params.top_p, settings.top_p),
         stop=tuple(_first(params.stop, settings.stop)),
         metadata=params.metadata,
+        input=input,
     )
 
 

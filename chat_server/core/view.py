@@ -73,7 +73,7 @@ class View:
             created = ResponseObject(id=response.id, status="in_progress", output=[], metadata=response.begun.metadata)
             return encode(ResponseCreated(response=created, in_reply_to=response.begun.in_reply_to))
         if self.stage is Stage.OUTPUT_ITEM:
-            self.stage = Stage.ITEM_ADDED
+            self.stage = Stage.PART_ADDED if response.private else Stage.ITEM_ADDED
             item = response.make_item("in_progress", None)
             return encode(OutputItemAdded(response_id=response.id, output_index=0, item=item))
         if self.stage is Stage.ITEM_ADDED:
@@ -126,7 +126,7 @@ class View:
             part = WirePart(response.text(0))
             return encode(ContentPartDone(**_place(response), part=part))
         if stage is Stage.OUTPUT_ITEM_DONE:
-            self.stage = Stage.ITEM_DONE
+            self.stage = Stage.DONE if response.private else Stage.ITEM_DONE
             return encode(OutputItemDone(response_id=response.id, output_index=0, item=response.item()))
         if stage is Stage.ITEM_DONE:
             self.stage = Stage.DONE

@@ -97,19 +97,19 @@ class Gate:
         )
 
     async def open(self, asked: Asked) -> LiveSession:
-        """The session that a handshake asks for. Raises ClientError; the caller must close it at the end."""
-        with self._store_needed():
+        """The session that a handshake asks for. Raises ClientError; the hub's ``close`` must follow."""
+        with self.store_needed():
             if asked.session_id is None:
                 return await self._hub.create(asked.principal, asked.model)
             return await self._hub.open(asked.principal, asked.session_id)
 
     async def probe(self, asked: Asked) -> None:
         """As ``open``, but leaves nothing behind. Raises ClientError, 426 if the handshake would have been let in."""
-        with self._store_needed():
+        with self.store_needed():
             if asked.session_id is None:
                 await self._hub.check_room(asked.principal)
             else:
-                await self._hub.close_if_idle(await self._hub.open(asked.principal, asked.session_id))
+                await self._hub.close(await self._hub.open(asked.principal, asked.session_id))
         raise ClientError("upgrade_required", "Connect with a WebSocket.", status=426)
 
     def enter(self, principal: Principal) -> None:
@@ -123,7 +123,8 @@ class Gate:
             del self._open[principal]
 
     @contextmanager
-    def _store_needed(self) -> Iterator[None]:
+    def store_needed(self) -> Iterator[None]:
+        """What needs the store, or ClientError 503."""
         try:
             if not self._hub.ready:
                 raise StoreUnavailable("The store is away.")

@@ -128,6 +128,13 @@ class Outbox:
         view = self._views.get(response_id)
         return None if view is None else view.cursor
 
+    def last_told(self) -> str | None:
+        """The answer that this connection was told of last, of those that have not ended."""
+        for response_id, view in reversed(self._views.items()):
+            if view.stage is not Stage.CREATED and view.response.outcome is None:
+                return response_id
+        return None
+
     # --- telling it
 
     def pump(self) -> None:

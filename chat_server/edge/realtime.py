@@ -22,6 +22,7 @@ from chat_server.core.client_events import (
     ItemCreate,
     ItemDelete,
     ItemRetrieve,
+    ItemTruncate,
     Ping,
     ResponseCancel,
     ResponseCreate,
@@ -38,7 +39,9 @@ from chat_server.edge.socket import SCOPE_KEY, SocketProtocol
 from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import Gap, LiveSession
+from chat_server.private import PrivateAnswers
 from chat_server.settings import Settings
+from chat_server.turn import Conductor
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +49,9 @@ log = logging.getLogger(__name__)
 class Connection:
     """One WebSocket that was let in."""
 
-    def __init__(self, socket: SocketProtocol, outbox: Outbox, flush: Flush) -> None:
+    def __init__(self, socket: SocketProtocol, outbox: Outbox, private: PrivateAnswers, flush: Flush) -> None:
         self.outbox = outbox
+        self.private = private
         self.flush = flush
         self.complained_of_audio_at = float("-inf")
         self._socket = socket
@@ -60,11 +64,12 @@ class Connection:
 class Realtime:
     """The endpoint."""
 
-    def __init__(self, settings: Settings, gate: Gate, hub: Hub, commands: Commands) -> None:
+    def __init__(self, settings: Settings, gate: Gate, hub: Hub, commands: Commands, conductor: Conductor) -> None:
         self._settings = settings
         self._gate = gate
         self._hub = hub
         self._commands = commands
+        self._conductor = conductor
 
     async def serve(self, websocket: WebSocket) -> None:
         """The WebSocket endpoint."""
@@ -79,7 +84,7 @@ class Realtime:
             try:
                 await self._serve(websocket, asked, live)
             finally:
-                await self._hub.close_if_idle(live)
+                await self._hub.close(live)
         except ClientError as error:
             await websocket.send_denial_response(error_response(error))
         except WebSocketDisconnect:
@@ -97,7 +102,7 @@ class Realtime:
             send_timeout_s=self._settings.limits.send_timeout_s,
             now=time.monotonic(),
         )
-        connection = Connection(socket, outbox, asked.flush)
+        connection = Connection(socket, outbox, PrivateAnswers(self._conductor, outbox), asked.flush)
         log.info("Session %s: a connection of %s opened", live.id, asked.principal.key)
         try:
             if asked.model_given and asked.model != live.model:
@@ -117,7 +122,8 @@ class Realtime:
             log.exception("Session %s: a connection failed", live.id)
             connection.close(close_codes.FAULT, "fault in the server")
         finally:
-            await self._hub.leave(live, connection)
+            self._hub.leave(live, connection)
+            await connection.private.close()
             log.info("Session %s: a connection of %s closed", live.id, asked.principal.key)
 
     async def _read(self, websocket: WebSocket, live: LiveSession, connection: Connection) -> None:
@@ -156,6 +162,8 @@ class Realtime:
                 await commands.retrieve_item(live, connection, event.item_id)
             case ItemDelete():
                 await commands.delete_item(live, event.item_id)
+            case ItemTruncate():
+                await commands.truncate_item(live, event)
             case ResponseCreate():
                 await commands.respond(live, connection, event)
             case ResponseCancel():

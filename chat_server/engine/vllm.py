@@ -60,10 +60,19 @@ class Usage:
     output_tokens: int
     cached_tokens: int
 
+    def of_whole(self, written: int) -> Usage:
+        """The usage of a whole answer, out of that of the engine that went on with it after ``written`` tokens.
+
+        They were in its prompt and belong to the answer. What was cached is as this engine had it: those before it
+        ended without telling.
+        """
+        prompt = max(self.input_tokens - written, 0)
+        return Usage(prompt, self.output_tokens + written, min(self.cached_tokens, prompt))
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a whole answer. ``reason`` is vLLM's ``finish_reason``: ``stop``, ``length``, ``abort``, ..."""
+    """The end of a whole answer. ``reason`` is vLLM's ``finish_reason``: ``stop``, ``length``, ..."""
 
     reason: str
     usage: Usage | None
@@ -112,6 +121,8 @@ class Deadlines:
     first_s: float = 300.0
     #: between two chunks; they may be preempted for others in between
     silence_s: float = 60.0
+    #: for the count of a text's tokens
+    count_s: float = 5.0
 
 
 def open_http(deadlines: Deadlines | None = None) -> aiohttp.ClientSession:
@@ -143,8 +154,8 @@ class VllmClient:
 
         Cancelling closes the connection at once, which aborts the request on the engine. Raises EngineRefused (4xx:
         the request's fault, with the engine's message), EngineBusy (429, 503) and EngineUnavailable (no connection,
-        5xx, cut before a ``finish_reason``, silent past a deadline). What the listener raises passes through (an
-        OSError would be taken for the connection's).
+        5xx, cut before a ``finish_reason``, given up by the engine, silent past a deadline). What the listener raises
+        passes through (an OSError would be taken for the connection's).
         """
         reading = _Reading(engine, listener)
         try:
@@ -194,6 +205,25 @@ class VllmClient:
                 length = card.get("max_model_len")
                 found.append(ModelInfo(card["id"], length if isinstance(length, int) else None))
         return found
+
+    async def count_tokens(self, url: str, model: str, text: str, *, engine: str | None = None) -> int:
+        """How many tokens ``text`` has for ``model``. Raises as ``stream`` does; the deadline is its own."""
+        name = engine or url
+        body = BytesIO(orjson.dumps({"model": model, "prompt": text, "add_special_tokens": False}))
+        headers = {**self._headers, "Content-Type": "application/json"}
+        async with (
+            _engine_errors(name),
+            asyncio.timeout(self._deadlines.count_s),
+            self._http.post(f"{url}/tokenize", data=body, headers=headers) as response,
+        ):
+            answer = await _read(response)
+            if response.status != 200:
+                raise _refusal(name, response.status, answer, what="POST /tokenize")
+        counted = _json(name, answer)
+        count = counted.get("count") if isinstance(counted, dict) else None
+        if not isinstance(count, int):
+            raise _nonsense(name)
+        return count
 
     async def probe(self, url: str, *, engine: str | None = None) -> Probe:
         """Ask for health and load. Raises as ``stream`` does; the caller sets a deadline."""
@@ -275,11 +305,13 @@ class _Reading:
             self.listener.on_thinking()
 
     def finish(self) -> Finish:
-        """The end, told by a finish reason. Raises EngineUnavailable without one."""
+        """The end, told by a finish reason. Raises EngineUnavailable without one, or if it tells that there is more."""
         if self.reason is None:
             raise EngineUnavailable(
                 f"Engine {self.engine} ended the stream before the answer was whole.", engine=self.engine
             )
+        if self.reason == "abort":
+            raise EngineUnavailable(f"Engine {self.engine} gave the answer up.", engine=self.engine)
         return Finish(self.reason, self.usage)
 
 

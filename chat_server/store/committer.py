@@ -64,6 +64,17 @@ class Committer:
         while writer.response.in_flight and not writer.lost:
             await self._answered.wait()
 
+    async def store_rest(self, writer: Writer) -> bool:
+        """Store all that another engine can go on from, of a response that gets no more text. Only when settled.
+
+        False if the store did not take it: the response is lost. Raises StoreError.
+        """
+        commit = self._take(writer)
+        if commit is not None:
+            [reply] = await self._store.commit([commit])
+            self._answer(writer, reply)
+        return not writer.lost
+
     async def run(self) -> None:
         """Commit until cancelled."""
         loop = asyncio.get_running_loop()

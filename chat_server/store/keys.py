@@ -14,7 +14,19 @@ def session_keys(session_id: str) -> list[str]:
     """The keys that the scripts work on, in the order in which ``lua/_prelude.lua`` names them."""
     tag = f"chat:{{{session_id}}}"
     return [
-        f"{tag}:{name}" for name in ("session", "items", "order", "response", "text", "watchers", "replies", "ended")
+        f"{tag}:{name}"
+        for name in (
+            "session",
+            "items",
+            "order",
+            "response",
+            "text",
+            "watchers",
+            "replies",
+            "ended",
+            "deleted",
+            "changes",
+        )
     ]
 
 

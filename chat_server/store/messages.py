@@ -32,9 +32,17 @@ class ItemPut(Change, frozen=True, kw_only=True, tag="item"):
 
 
 class ItemGone(Change, frozen=True, kw_only=True, tag="deleted"):
-    """An item left it."""
+    """An item left it; ``previous`` stood before it."""
 
     item_id: str
+    previous: str | None = None
+
+
+class ItemTruncated(Change, frozen=True, kw_only=True, tag="truncated"):
+    """An item keeps only its first ``text_end`` code points."""
+
+    item_id: str
+    text_end: int
 
 
 class SettingsChanged(Change, frozen=True, kw_only=True, tag="settings"):
@@ -45,23 +53,62 @@ class SettingsChanged(Change, frozen=True, kw_only=True, tag="settings"):
 
 
 class ResponseBegan(Change, frozen=True, kw_only=True, tag="begin"):
-    """A response has its place in the conversation. ``token`` is its owner's: who takes over compares it."""
+    """A response has its place in the conversation. ``token`` is its owner's: who takes over compares it.
+
+    A ``queued`` one starts when the running one has ended.
+    """
 
     previous: str | None
     token: str
     begun: Begun
+    queued: bool = False
+
+
+class ResponseMoved(Change, frozen=True, kw_only=True, tag="moved"):
+    """A response has another owner (none: ``""``), or the same one goes on with it on another engine.
+
+    A new owner starts an ``epoch``. ``reason`` is for clients; empty while nobody goes on with it.
+    """
+
+    response: str
+    owner: str
+    token: str
+    epoch: tuple[str, int] | None
+    reason: str
+
+
+class Next(Struct, frozen=True):
+    """The queued response, which starts now: its owner, and the token that it starts with."""
+
+    response: str
+    token: str
+    replica: str
 
 
 class ResponseEnded(Change, frozen=True, kw_only=True, tag="end"):
-    """A response ended: the rest of its text (from ``offset``, code points) and its outcome."""
+    """A response ended: the rest of its text (from ``offset``, code points), its outcome; the ``next`` one starts."""
 
     response: str
     offset: int
     rest: str
     outcome: Outcome
+    next: Next | None = None
 
 
-AnyChange = ItemPut | ItemGone | SettingsChanged | ResponseBegan | ResponseEnded
+class SessionDeleted(Change, frozen=True, kw_only=True, tag="gone"):
+    """The session is no more."""
+
+
+AnyChange = (
+    ItemPut
+    | ItemGone
+    | ItemTruncated
+    | SettingsChanged
+    | ResponseBegan
+    | ResponseMoved
+    | ResponseEnded
+    | SessionDeleted
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +132,18 @@ class Cancel:
     cut: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """To any replica: nobody makes the answer of this session; go on with it."""
+
+    session: str
+
+
 _decoder: msgspec.json.Decoder[AnyChange] = msgspec.json.Decoder(AnyChange)
 _encoder = msgspec.json.Encoder()
 
 
-def decode(raw: bytes) -> AnyChange | Text | Cancel:
+def decode(raw: bytes) -> AnyChange | Text | Cancel | Wake:
     """A message from an inbox or a script's reply. Raises ValueError for one that is neither."""
     if raw.startswith(b"text "):
         head, _, data = raw.partition(b"\n")
@@ -98,7 +152,19 @@ def decode(raw: bytes) -> AnyChange | Text | Cancel:
     if raw.startswith(b"cancel "):
         _, session, response, cut = raw.decode().split(" ")
         return Cancel(session, response, int(cut))
+    if raw.startswith(b"wake "):
+        return Wake(raw[5:].decode())
     return _decoder.decode(raw)
+
+
+def wake(session: str) -> bytes:
+    """A Wake message."""
+    return b"wake %b" % session.encode()
+
+
+def truncated_body(item_id: str, text_end: int) -> bytes:
+    """The inside of an ItemTruncated message."""
+    return _encoder.encode({"item_id": item_id, "text_end": text_end})[1:-1]
 
 
 def end_body(response: str, offset: int, rest: str, outcome: Outcome) -> bytes:

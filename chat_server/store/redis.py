@@ -7,6 +7,7 @@ repeat.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import msgspec
 from chat_server.core.items import Item, SessionSettings, decode_item, encode_item, to_wire
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
-from chat_server.core.response import Begun, Outcome, Response, ended_response
+from chat_server.core.response import Begun, Outcome, Response, cancelled_in_queue, ended_response
 from chat_server.errors import StoreError
 from chat_server.store import keys, messages
 from chat_server.store.replies import (
@@ -24,6 +25,8 @@ from chat_server.store.replies import (
     BeginReply,
     CommitReply,
     Cut,
+    Held,
+    QueuedState,
     RunningState,
     SessionState,
     TakenOver,
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: milliseconds that a replica is believed to live after its last sign.
 LEASE_MS = 4000
+#: milliseconds after which a watcher that does not renew itself is one no more.
+_WATCH_MS = 60_000
 
 
 class Store:
@@ -73,24 +78,39 @@ class Store:
         if reply != b"ok":
             raise StoreError("A session with this new id is there already.")
 
-    async def watch(self, session_id: str) -> SessionState | None:
-        """Listen to a session from now on, and get its state as of now; None if there is none."""
-        reply = await self._call(session_id, "watch", *self._ttls, self.replica_id)
+    async def watch(self, session_id: str, *, changes: bool = False) -> SessionState | None:
+        """Listen to a session from now on, and get its state as of now; None if there is none.
+
+        With ``changes`` the last messages come too, for who missed some.
+        """
+        reply = await self._call(session_id, "watch", *self._ttls, self.replica_id, int(changes))
         if reply[0] == b"gone":
             return None
-        fields, running = _pairs(reply[1]), _pairs(reply[3])
+        fields, response = _pairs(reply[1]), _pairs(reply[3])
         return SessionState(
             owner=Principal(fields["tenant"].decode(), fields["user"].decode()),
             model=fields["model"].decode(),
             settings=msgspec.json.decode(fields["settings"], type=SessionSettings),
             version=int(fields["version"]),
             item_count=reply[2],
-            running=_running(running, reply[4], reply[5]) if running else None,
+            running=_running(response, reply[4], reply[5]) if "id" in response else None,
+            queued=_queued(response, reply[6]) if "q_id" in response else None,
+            changes=tuple(reply[7]),
         )
 
     async def unwatch(self, session_id: str) -> None:
         """Stop listening."""
         await self._call(session_id, "unwatch", self.replica_id)
+
+    async def renew_watch(self, session_ids: Sequence[str]) -> list[Held]:
+        """Go on listening to these sessions; what the store holds of each (version -1: it is gone)."""
+        calls = [(session_id, "renew", *self._ttls, self.replica_id) for session_id in session_ids]
+        return [Held(int(reply[0]), reply[1]) for reply in await self._call_many(calls)]
+
+    async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int]:
+        """For how long nobody has listened to each of these sessions, on any replica; -1 if somebody does."""
+        calls = [(session_id, "unwatched", _WATCH_MS) for session_id in session_ids]
+        return [int(reply) for reply in await self._call_many(calls)]
 
     async def update_session(
         self, session_id: str, version: int, model: str, settings: SessionSettings
@@ -109,6 +129,12 @@ class Store:
         if reply[0] == b"ok":
             return bytes(reply[1])
         return "stale" if reply[0] == b"stale" else "gone"
+
+    async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
+        """Delete a session and all that is in it; the message, or None if it is gone already."""
+        reply = await self._call(session_id, "session_delete", self.replica_id)
+        await self._server.run("ZREM", keys.user_sessions(owner), session_id)
+        return bytes(reply[1]) if reply[0] == b"ok" else None
 
     async def session_count(self, principal: Principal, now_ms: int) -> int:
         """How many sessions with items the user has; those that ended their life are forgotten first."""
@@ -160,6 +186,32 @@ class Store:
             return bytes(reply[1])
         return "busy" if reply[0] == b"busy" else "gone"
 
+    async def get_items(self, session_id: str, item_ids: Sequence[str]) -> list[Item | None]:
+        """Items as they are stored, in this order; None for one that is not there."""
+        if not item_ids:
+            return []
+        found = await self._server.run("HMGET", keys.session_keys(session_id)[1], *item_ids)
+        return [decode_item(raw) if isinstance(raw, bytes) else None for raw in found]
+
+    async def truncate_item(
+        self, session_id: str, read: Item, new: Item, text_end: int
+    ) -> bytes | Literal["busy", "gone", "stale"]:
+        """Put the shortened item in the place of the one that was ``read``; the message, or why not."""
+        reply = await self._call(
+            session_id,
+            "item_replace",
+            *self._ttls,
+            self.replica_id,
+            read.id,
+            encode_item(read),
+            encode_item(new),
+            messages.truncated_body(read.id, text_end),
+        )
+        if reply[0] == b"ok":
+            return bytes(reply[1])
+        kind: Literal["busy", "gone", "stale"] = reply[0].decode()
+        return kind
+
     async def last_items(self, session_id: str, count: int) -> tuple[int, str | None, list[Item]] | None:
         """The last ``count`` items (0: all): the version they were read at, the id before the first, the items."""
         reply = await self._call(session_id, "items_last", count)
@@ -179,9 +231,24 @@ class Store:
 
     # --- responses
 
-    async def begin(self, session_id: str, begun: Begun, item: Item, token: str) -> BeginReply | None:
-        """Begin a response; None if the session is gone. Repeat it with the same token if the reply was lost."""
+    async def begin(
+        self,
+        session_id: str,
+        response: Response,
+        token: str,
+        *,
+        if_active: Literal["reject", "queue", "interrupt"] = "reject",
+        cuts: str = "",
+        cut: int = 0,
+    ) -> BeginReply | None:
+        """Begin a response, or queue it; None if the session is gone. With the same token it may be asked again.
+
+        ``interrupt`` stops the running one: cut to ``cut`` if it is the one that ``cuts`` names, else as it is. Behind
+        one that is being stopped it is queued in any case.
+        """
+        begun = response.begun
         in_reply_to = begun.in_reply_to if isinstance(begun.in_reply_to, str) else ""
+        ended_item, outcome = cancelled_in_queue(response)
         reply = await self._call(
             session_id,
             "begin",
@@ -192,16 +259,22 @@ class Store:
             begun.item_id,
             in_reply_to,
             token,
-            encode_item(item),
+            encode_item(response.item()),
             to_wire(begun),
+            if_active,
+            cuts,
+            cut,
+            encode_item(ended_item),
+            messages.end_body(begun.id, 0, "", outcome),
         )
         match reply[0]:
             case b"gone":
                 return None
             case b"ok":
-                engine, epoch = reply[2]
-                binding = Binding(engine.decode(), epoch.decode()) if engine else None
-                return BeginReply("ok", reply[1], tuple(decode_item(raw) for raw in reply[3] if raw), binding)
+                return BeginReply("ok", tuple(reply[1]), items=_items(reply[3]), binding=_binding(reply[2]))
+            case b"queued":
+                wish = Cut(int(reply[3])) if reply[3] else None
+                return BeginReply("queued", tuple(reply[1]), response_id=reply[2].decode(), wish=wish)
             case b"duplicate":
                 response_id, _, item_id = reply[1].decode().partition(" ")
                 return BeginReply("duplicate", response_id=response_id, item_id=item_id)
@@ -279,20 +352,70 @@ class Store:
             return Cut(int(reply[1]))
         return "refused" if reply[0] == b"refused" else "missing"
 
-    async def cancel(self, session_id: str, response_id: str, cut: int) -> Cut | None:
+    async def cancel(self, session_id: str, response_id: str, cut: int) -> Cut | bytes | None:
         """Wish a running response stopped, and its text cut to ``cut`` code points; None if it does not run.
 
-        The first wish counts: it is what comes back. The owner carries it out, whoever that is by then.
+        The first wish counts: it is what comes back. The owner carries it out, whoever that is by then. A queued one
+        has nobody at work: it ends at once, and the message comes back.
         """
-        reply = await self._call(session_id, "cancel", self.replica_id, response_id, cut)
-        return Cut(int(reply[1])) if reply[0] == b"ok" else None
+        reply = await self._call(session_id, "cancel", *self._ttls, self.replica_id, response_id, cut)
+        match reply[0]:
+            case b"wished":
+                return Cut(int(reply[1]))
+            case b"ended":
+                return bytes(reply[1])
+        return None
 
-    async def take_over(self, session_id: str, read_token: str, new_token: str) -> TakenOver | None:
+    async def take_over(
+        self, session_id: str, read_token: str, new_token: str, new_epoch: str, reason: str
+    ) -> TakenOver | None:
         """Become the owner of a response whose owner is gone; None if somebody else was quicker."""
-        reply = await self._call(session_id, "take_over", self.replica_id, read_token, new_token)
+        reply = await self._call(
+            session_id, "take_over", *self._ttls, self.replica_id, read_token, new_token, new_epoch, reason
+        )
         if reply[0] != b"ok":
             return None
-        return TakenOver(reply[1].decode(), None if reply[2] is None else Cut(int(reply[2])))
+        return TakenOver(
+            message=reply[1],
+            text=reply[2].decode(),
+            wish=None if reply[3] is None else Cut(int(reply[3])),
+            attempts=reply[4],
+            binding=_binding(reply[5]),
+            items=_items(reply[6]),
+        )
+
+    async def note_attempt(self, session_id: str, token: str, attempts: int, length: int, reason: str) -> bytes | None:
+        """Another attempt of the owner, the text being ``length`` code points long; None if it is not the owner."""
+        reply = await self._call(session_id, "attempt", *self._ttls, self.replica_id, token, attempts, length, reason)
+        return bytes(reply[1]) if reply[0] == b"ok" else None
+
+    async def hand_over(self, session_id: str, token: str, new_token: str) -> bytes | None:
+        """Leave a response to whoever takes it over with ``new_token``; None if it is not ours (any more)."""
+        reply = await self._call(session_id, "hand_over", *self._ttls, self.replica_id, token, new_token)
+        return bytes(reply[1]) if reply[0] == b"ok" else None
+
+    # --- running answers, over all sessions
+
+    async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
+        """Say that this replica makes, or is about to make, an answer of each of these sessions."""
+        if session_ids:
+            await self._server.run("ZADD", keys.RUNNING, *(x for id in session_ids for x in (now_ms, id)))
+
+    async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
+        """Sessions that may have a running answer whose owner last said so before then."""
+        found = await self._server.run("ZRANGEBYSCORE", keys.RUNNING, "-inf", before_ms, "LIMIT", 0, most)
+        return [member.decode() for member in found]
+
+    async def forget_running(self, session_id: str) -> None:
+        """Nothing runs in this session. Harmless if that has changed meanwhile: an owner says it again."""
+        await self._server.run("ZREM", keys.RUNNING, session_id)
+
+    async def wake(self, session_id: str, now_ms: int) -> None:
+        """Ask another replica that lives to look at a session, whose answer nobody makes."""
+        found = await self._server.run("ZRANGEBYSCORE", keys.REPLICAS, now_ms - LEASE_MS, "+inf")
+        others = [member.decode() for member in found if member.decode() != self.replica_id]
+        if others:
+            await self._server.run("PUBLISH", keys.inbox(random.choice(others)), messages.wake(session_id))
 
     # --- replicas
 
@@ -333,6 +456,14 @@ class Store:
     def _ttls(self) -> tuple[int, int]:
         return self._ttl, self._empty_ttl
 
+    async def _call_many(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Many calls in one round trip. Raises if one of them failed."""
+        replies = await self._server.call_many(calls) if calls else []
+        for reply in replies:
+            if isinstance(reply, StoreError):
+                raise reply
+        return replies
+
     async def _call(self, session_id: str, function: str, *args: Any) -> Any:
         return await self._server.call(session_id, function, *args)
 
@@ -345,8 +476,23 @@ def _text(value: bytes | None) -> str | None:
     return value.decode() if value else None
 
 
+def _binding(reply: list[bytes | None]) -> Binding | None:
+    engine, epoch = reply
+    return Binding(engine.decode(), (epoch or b"").decode()) if engine else None
+
+
+def _items(reply: list[bytes | None]) -> tuple[Item, ...]:
+    return tuple(decode_item(raw) for raw in reply if raw)
+
+
+def _queued(fields: dict[str, bytes], previous: bytes | None) -> QueuedState:
+    return QueuedState(msgspec.json.decode(fields["q_begun"], type=Begun), _text(previous))
+
+
 def _running(fields: dict[str, bytes], text: bytes, previous: bytes | None) -> RunningState:
+    later = msgspec.json.decode(b"[%b]" % fields.get("later", b""), type=tuple[tuple[str, int], ...])
     return RunningState(
+        later_epochs=later,
         begun=msgspec.json.decode(fields["begun"], type=Begun),
         previous=_text(previous),
         token=fields["token"].decode(),

@@ -28,6 +28,9 @@ class SessionState:
     version: int
     item_count: int
     running: RunningState | None
+    queued: QueuedState | None = None
+    #: the messages of the last changes, oldest first, if they were asked for.
+    changes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,26 @@ class RunningState:
     token: str
     replica: str
     text: str
+    #: those that joined the chain since it was begun.
+    later_epochs: tuple[tuple[str, int], ...] = ()
     #: somebody wants it stopped.
     wish: Cut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedState:
+    """The response that waits behind the running one."""
+
+    begun: Begun
+    previous: str | None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Held:
+    """What the store holds of a session, in short: its version, and the bytes of the running response's text."""
+
+    version: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +75,16 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class BeginReply:
-    """What came of beginning a response. For ``ok`` the prompt's items and the session's binding come along."""
+    """What came of beginning a response: ``ok``, the caller makes it; ``queued``, it waits behind the running one.
 
-    kind: Literal["ok", "active", "duplicate", "ended", "no_item", "full"]
-    message: bytes = b""
+    The prompt's items and the session's binding come with ``ok``, the wish to stop the running one with ``queued``.
+    """
+
+    kind: Literal["ok", "queued", "active", "duplicate", "ended", "no_item", "full"]
+    messages: tuple[bytes, ...] = ()
     items: tuple[Item, ...] = ()
     binding: Binding | None = None
+    wish: Cut | None = None
     #: the response that runs, or that answered the item before, and that one's item.
     response_id: str = ""
     item_id: str = ""
@@ -80,10 +105,17 @@ class TextCommit:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """A response that was taken over, as it is stored."""
+    """A response that was taken over, as it is stored.
 
+    ``attempts`` counts the makings that brought no new text, the one that begins now included.
+    """
+
+    message: bytes
     text: str
     wish: Cut | None
+    attempts: int
+    binding: Binding | None
+    items: tuple[Item, ...]
 
 
 #: What became of a commit: stored; stored, and somebody wants the response stopped; this replica is not the owner (any

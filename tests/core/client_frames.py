@@ -34,6 +34,7 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "conversation.item.retrieve": {"item_id": "msg_1"},
     "conversation.item.delete": {"item_id": "msg_1"},
+    "conversation.item.truncate": {"item_id": "msg_1", "content_index": 0, "audio_end_ms": 0, "text_end": 5},
     "response.create": {
         "in_reply_to": "msg_1",
         "if_active": "reject",

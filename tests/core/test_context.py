@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_server.core.context import messages, output_budget
+from chat_server.core.context import estimated_tokens, messages, output_budget
 from chat_server.core.items import Item, Part, Role, Usage
 
 pytestmark = pytest.mark.pure
@@ -66,6 +66,23 @@ def test_a_turn_more_leaves_the_prompt_before_it_as_it_was() -> None:
     items = [item("user", "Hi"), item("assistant", "Hello."), item("user", "Go on"), item("assistant", "Well.")]
     whole = messages("Be brief.", items)
     assert all(messages("Be brief.", items[:count]) == whole[: count + 1] for count in range(len(items)))
+
+
+def test_an_answer_that_is_to_go_on_comes_last() -> None:
+    """As the assistant's, and the prompt before it is the same as when it was begun: its cached prefix holds."""
+    items = [item("user", "Hi"), item("assistant", "Hello."), item("user", "Go on")]
+    whole = messages("Be brief.", items, "Once upon")
+    assert whole == (*messages("Be brief.", items), {"role": "assistant", "content": "Once upon"})
+    assert messages("Be brief.", items, "") == messages("Be brief.", items)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("", 0), ("a", 1), ("The rain in Spain stays mainly in the plain.", 15), ("这是一段中文", 6), ("👍🏿", 3)],
+)
+def test_tokens_are_estimated_by_bytes(text: str, tokens: int) -> None:
+    """More than a tokenizer makes of prose, so that a bound is kept: three bytes a token."""
+    assert estimated_tokens(text) == tokens
 
 
 def test_a_client_gets_what_it_wants_within_the_limit() -> None:

@@ -226,6 +226,77 @@ def test_commits_and_rest_are_the_text_that_came(pieces: list[str | None]) -> No
     assert stored + response.take_rest() == came
 
 
+# --- going on elsewhere
+
+
+def test_another_engine_goes_on_from_all_that_came_up_to_a_safe_place() -> None:
+    """What is stored, what is on its way there, what is pending; the white space after it is written again."""
+    response = in_state(State.PREFILL)
+    response.on_text("One")
+    response.take_commit()
+    response.stored_in_flight()
+    response.on_text(", two")
+    response.take_commit()
+    response.on_text(", three 👍 ")
+    response.on_text("\n")
+    assert response.go_on() == "One, two, three 👍"
+    assert response.text(0) == "One", "nothing more is told by that"
+    response.stored_in_flight()
+    response.on_text("\n\nFour")
+    commit = response.take_commit()
+    assert commit is not None
+    assert (commit.text, commit.offset) == (", three 👍\n\nFour", 8)
+
+
+def test_without_text_at_a_safe_place_an_answer_starts_anew() -> None:
+    """An emoji that may grow, or white space, was never told, and is forgotten."""
+    for pending in ("", " \n", "👩"):
+        response = in_state(State.PREFILL)
+        response.on_text(pending)
+        assert response.go_on() == ""
+        assert (response.has_pending, response.take_rest()) == (False, "")
+
+
+def test_an_answer_that_was_taken_over_goes_on_from_its_stored_text() -> None:
+    """Nothing of it came from an engine of ours."""
+    response = new_response()
+    response.on_stored("Once upon", 9)
+    assert (response.go_on(), response.state) == ("Once upon", State.QUEUED)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([*PIECES, "store", "take", "break"]), max_size=40), st.data())
+def test_an_answer_that_breaks_off_again_and_again_is_whole(steps: list[str], data: st.DataObject) -> None:
+    """Each engine writes what follows the text that it was given; the text is as of one engine that never broke off.
+
+    Whatever the store does meanwhile, and never is anything taken back that is stored or on its way there.
+    """
+    answer = "".join(step for step in steps if step not in ("store", "take", "break"))
+    response = in_state(State.PREFILL)
+    written = 0
+    for step in steps:
+        sure = response.text(0)
+        if step == "store":
+            if response.in_flight:
+                response.stored_in_flight()
+        elif step == "take":
+            response.take_commit()
+        elif step == "break":
+            text = response.go_on()
+            assert answer[: len(text)] == text
+            assert text.startswith(sure)
+            assert text == text.rstrip()
+            written = len(text)
+        else:
+            size = data.draw(st.integers(0, 4))
+            response.on_text(answer[written : written + size])
+            written += len(answer[written : written + size])
+    response.on_text(answer[written:])
+    if response.in_flight:
+        response.stored_in_flight()
+    assert response.text(0) + response.take_rest() == answer
+
+
 # --- what is told
 
 

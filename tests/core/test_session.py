@@ -140,11 +140,6 @@ def test_a_plain_response_is_accepted() -> None:
     ("response", "fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, {}, "response.tools"),
-        ({"conversation": "none"}, {}, "response.conversation"),
-        ({"conversation": "none", "input": []}, {}, "response.conversation"),
-        ({"input": [{"type": "item_reference", "id": "item_1"}]}, {}, "response.input"),
-        (None, {"if_active": "interrupt"}, "if_active"),
-        (None, {"if_active": "queue"}, "if_active"),
     ],
 )
 def test_a_response_that_can_not_be_made_yet_is_refused(

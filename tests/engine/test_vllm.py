@@ -288,6 +288,17 @@ async def test_a_listener_that_raises_ends_the_stream(client: VllmClient) -> Non
         await asyncio.wait_for(engine.left.wait(), 1)
 
 
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_an_answer_that_the_engine_gave_up_is_an_unavailable_engine(client: VllmClient, end: End) -> None:
+    """``abort`` is a finish reason by name only: the answer is not whole, and may go on elsewhere."""
+    listener = Listener()
+    abort = wire.event({"content": ""}, finish_reason="abort")
+    async with saying(chunked(text("Hal"), abort, DONE), end) as engine:
+        with pytest.raises(EngineUnavailable, match="gave the answer up"):
+            await client.stream("e1", engine.url, REQUEST, listener)
+    assert listener.texts == ["Hal"]
+
+
 # Deadlines and stopping
 
 
@@ -399,6 +410,42 @@ async def test_models_are_listed(client: VllmClient) -> None:
     body = b'{"data":[{"id":"a","max_model_len":8192},{"id":"b"},{"no":"id"},7]}'
     async with saying(wire.answer(200, body)) as engine:
         assert await client.models(engine.url) == [ModelInfo("a", 8192), ModelInfo("b", None)]
+
+
+async def test_tokens_are_counted() -> None:
+    """Of the text by itself, with the model's name and the key."""
+    async with open_http() as http, saying(wire.answer(200, b'{"count":3,"tokens":[1,2,3]}')) as engine:
+        assert await VllmClient(http, "key").count_tokens(engine.url, "m", "Hal👍") == 3
+        ((head, body),) = engine.requests
+    assert head.startswith("POST /tokenize HTTP/1.1\r\n")
+    assert "Authorization: Bearer key" in head
+    assert orjson.loads(body) == {"model": "m", "prompt": "Hal👍", "add_special_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kind"),
+    [
+        (wire.answer(404, b"<html>no such page</html>"), EngineRefused),
+        (wire.answer(503, b""), EngineBusy),
+        (wire.answer(200, b"[]"), EngineUnavailable),
+        (wire.answer(200, b'{"count":"many"}'), EngineUnavailable),
+        ([], EngineUnavailable),
+    ],
+)
+async def test_an_engine_that_does_not_count_is_an_error(pieces: list[bytes], kind: type[EngineError]) -> None:
+    """Also one that keeps silent: the count has a deadline."""
+    async with open_http() as http, saying(pieces, "hang") as engine:
+        with pytest.raises(kind) as caught:
+            await VllmClient(http, deadlines=Deadlines(count_s=0.2)).count_tokens(engine.url, "m", "Hal", engine="e1")
+    assert (type(caught.value), caught.value.engine) == (kind, "e1")
+
+
+def test_the_usage_of_a_whole_answer() -> None:
+    """What was written before is the answer's, not the prompt's, and no more than the prompt was cached."""
+    assert Usage(30, 5, 16).of_whole(0) == Usage(30, 5, 16)
+    assert Usage(30, 5, 16).of_whole(10) == Usage(20, 15, 16)
+    assert Usage(30, 5, 28).of_whole(10) == Usage(20, 15, 20)
+    assert Usage(30, 5, 28).of_whole(40) == Usage(0, 45, 0)
 
 
 async def test_a_probe_asks_for_health_and_metrics(client: VllmClient) -> None:

@@ -66,7 +66,7 @@ async def add(store: Store, session_id: str, *items: Item) -> AnyChange:
 async def begin(store: Store, session_id: str, token: str = "token_1", **changes: Any) -> tuple[Begun, BeginReply]:
     """Ask for an answer with fresh ids, or those given."""
     asked = begun(**{"id": new_id("resp"), "item_id": new_id("item"), "replica": store.replica_id, **changes})
-    reply = await store.begin(session_id, asked, Response(asked, previous_item_id=None).item(), token)
+    reply = await store.begin(session_id, Response(asked, previous_item_id=None), token)
     assert reply is not None
     return asked, reply
 
@@ -109,7 +109,7 @@ def change(message: bytes | Cut | str | None) -> AnyChange:
     """A change, out of the store's message."""
     assert isinstance(message, bytes), message
     decoded = messages.decode(message)
-    assert not isinstance(decoded, messages.Text | messages.Cancel)
+    assert not isinstance(decoded, messages.Text | messages.Cancel | messages.Wake)
     return decoded
 
 
@@ -123,7 +123,7 @@ async def ids(store: Store, session_id: str) -> list[str]:
 async def lives(raw: redis.asyncio.Redis, session_id: str) -> dict[str, int]:
     """Seconds that each key of a session has to live, by the key's last part; -1: for ever."""
     found = {}
-    for key in keys.session_keys(session_id):
+    for key in keys.session_keys(session_id)[:8]:
         if await raw.exists(key):
             found[key.rpartition(":")[2]] = await raw.ttl(key)
     return found

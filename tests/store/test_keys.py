@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 def test_all_keys_of_a_session_lie_on_one_node_of_a_cluster() -> None:
     """They share a hash tag; other sessions have other keys."""
     names = keys.session_keys("sess_1")
-    assert len(set(names)) == 8
+    assert len(set(names)) == 10
     assert len({key_slot(name.encode()) for name in names}) == 1
     assert not set(names) & set(keys.session_keys("sess_2"))
     assert key_slot(names[0].encode()) != key_slot(keys.session_keys("sess_2")[0].encode())
@@ -31,4 +31,4 @@ def test_a_replica_has_a_lease_and_an_inbox() -> None:
     assert keys.replica("replica_1") == "chat:replica:replica_1"
     assert keys.inbox("replica_1") == "chat:replica:replica_1:inbox"
     everything = {keys.replica("x"), keys.inbox("x"), keys.user_sessions(Principal("x", "x")), *keys.session_keys("x")}
-    assert len(everything | {keys.REPLICAS, keys.RUNNING}) == 13
+    assert len(everything | {keys.REPLICAS, keys.RUNNING}) == 15

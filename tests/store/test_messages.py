@@ -51,7 +51,7 @@ async def test_changes_and_text_are_told_to_all_that_listen_but_the_writer(store
         assert added is not None
         for inbox in inboxes[1:3]:
             heard = [await anext(inbox) for _ in range(6)]
-            assert heard[:2] == [added.message, begun_.message]
+            assert heard[:2] == [added.message, begun_.messages[0]]
             assert heard[3:] == [ended, updated, deleted]
             assert messages.decode(heard[2]) == Text(
                 session=session_id, response=asked.id, epoch=asked.epochs[0][0], offset=0, text="Grü\nezi", size=8

@@ -13,7 +13,7 @@ from chat_server.core.response import Response
 from chat_server.store import keys, messages
 from chat_server.store.messages import Cancel, ItemGone, ResponseBegan, ResponseEnded
 from chat_server.store.redis import Store
-from chat_server.store.replies import Cut, SessionState, TakenOver
+from chat_server.store.replies import Cut, SessionState
 from tests.store.sessions import (
     add,
     begin,
@@ -38,7 +38,7 @@ async def test_an_answer_takes_its_place_and_gets_the_prompt(store: Store) -> No
     await add(store, session_id, one, two)
     asked, reply = await begin(store, session_id, in_reply_to=two.id, temperature=0.5, stop=("x",))
     assert (reply.kind, reply.items, reply.binding) == ("ok", (one, two), None)
-    began = change(reply.message)
+    began = change(reply.messages[0])
     assert isinstance(began, ResponseBegan)
     assert (began.previous, began.token, began.begun) == (two.id, "token_1", asked)
     assert await ids(store, session_id) == [one.id, two.id, asked.item_id]
@@ -65,8 +65,9 @@ async def test_a_begin_can_be_repeated(store: Store, items: int) -> None:
     state = await store.watch(session_id)
     assert state is not None
     assert state.version == before.version
-    # Another token is somebody else.
-    assert (await begin(store, session_id, "token_2", id=asked.id, item_id=asked.item_id))[1].kind == "active"
+    # Another token is somebody else, and it is made already.
+    other = (await begin(store, session_id, "token_2", id=asked.id, item_id=asked.item_id))[1]
+    assert (other.kind, other.messages) == ("queued", ())
 
 
 async def test_only_one_answer_runs(stores: Callable[..., Store]) -> None:
@@ -196,7 +197,7 @@ async def test_an_end_is_told_once(store: Store, raw: redis.asyncio.Redis) -> No
     stored = await store.get_item(session_id, asked.item_id)
     assert stored is not None
     assert (stored.text, stored.status) == ("Hello", "completed")
-    *_, response, text, _, _, _ = keys.session_keys(session_id)
+    _, _, _, response, text, *_ = keys.session_keys(session_id)
     assert await raw.exists(response, text) == 0
 
 
@@ -232,9 +233,13 @@ async def test_one_takes_an_answer_over(stores: Callable[..., Store]) -> None:
     session_id = await new_session(old)
     asked, _ = await begin(old, session_id)
     await old.commit([commit(session_id, asked, "Hel")])
-    took = await asyncio.gather(*(s.take_over(session_id, "token_1", f"new_{n}") for n, s in enumerate(several)))
+    took = await asyncio.gather(
+        *(s.take_over(session_id, "token_1", f"new_{n}", f"epoch_{n}", "why") for n, s in enumerate(several))
+    )
     [number] = [number for number, taken in enumerate(took) if taken is not None]
-    assert took[number] == TakenOver("Hel", None)
+    taken = took[number]
+    assert taken is not None
+    assert (taken.text, taken.wish, taken.attempts) == ("Hel", None, 1)
     winner, token = several[number], f"new_{number}"
     assert await old.commit([commit(session_id, asked, "lo", "Hel")]) == ["refused"]
     assert await end(old, session_id, asked, "Hello", stored="Hel") == "refused"
@@ -288,7 +293,7 @@ async def test_a_begin_that_comes_late_revives_nothing(store: Store, keep: bool)
     asked, _ = await begin(store, session_id)
     await end(store, session_id, asked, "Hello", keep=keep)
     before = await store.watch(session_id)
-    again = await store.begin(session_id, asked, Response(asked, previous_item_id=None).item(), "token_1")
+    again = await store.begin(session_id, Response(asked, previous_item_id=None), "token_1")
     assert again is not None
     assert again.kind == "ended"
     assert await store.watch(session_id) == before
@@ -300,7 +305,7 @@ async def test_so_many_answers_without_an_item_are_remembered(store: Store, raw:
     for number in range(30):
         asked, _ = await begin(store, session_id, f"token_{number}")
         await end(store, session_id, asked, "", f"token_{number}", keep=False)
-    assert await raw.llen(keys.session_keys(session_id)[-1]) == 10
+    assert await raw.llen(keys.session_keys(session_id)[7]) == 10
 
 
 async def state_of(store: Store, session_id: str) -> SessionState:
@@ -327,7 +332,9 @@ async def test_the_first_wish_to_stop_counts_and_stays(stores: Callable[..., Sto
     assert await end(owner, session_id, asked, "Hello!", stored="Hello!") == Cut(3)
     assert await end(owner, session_id, asked, "Hello!", stored="Hello!", cut=5) == Cut(3)
     assert await owner.watch(session_id) == before, "nothing was written"
-    assert await other.take_over(session_id, "token_1", "token_2") == TakenOver("Hello!", Cut(3))
+    taken = await other.take_over(session_id, "token_1", "token_2", "epoch_2", "why")
+    assert taken is not None
+    assert (taken.text, taken.wish) == ("Hello!", Cut(3))
     assert isinstance(await end(other, session_id, asked, "Hel", "token_2", stored="Hel", cut=3), bytes)
     assert await other.cancel(session_id, asked.id, 1) is None, "it is over"
 

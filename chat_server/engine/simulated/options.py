@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-FaultKind = Literal["die", "hang", "cut", "end", "error", "status", "health"]
+FaultKind = Literal["die", "hang", "cut", "end", "abort", "error", "status", "health"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,12 @@ class Fault:
     ``hang``    the stream goes silent and stays open
     ``cut``     the connection is reset
     ``end``     the stream ends as if whole, but without finish reason and ``[DONE]``
+    ``abort``   the stream ends in order, with finish reason ``abort``: the engine gave the answer up
     ``error``   an error object with ``status`` inside the stream, as vLLM sends it
     ``status``  the request is answered with ``status``
     ``health``  ``/health`` is answered with ``status``; hits the next ``times`` probes
 
-    The first five happen after ``after_tokens`` tokens, reasoning included (0: before the first, when the prompt is
+    The first six happen after ``after_tokens`` tokens, reasoning included (0: before the first, when the prompt is
     computed), or at the end of an answer that has fewer.
     """
 

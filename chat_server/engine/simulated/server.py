@@ -183,7 +183,7 @@ class _Answer:
         self._created = int(time.time())
         options = body.get("stream_options")
         self._wants_usage = isinstance(options, dict) and options.get("include_usage") is True
-        self._fault = self._engine.fault("die", "hang", "cut", "end", "error")
+        self._fault = self._engine.fault("die", "hang", "cut", "end", "abort", "error")
         # The part of an event that stays the same, so that a token costs one dumps() of its text.
         head = orjson.dumps(self._head("chat.completion.chunk"))[:-1]
         self._before = b"data: " + head + b',"choices":[{"index":0,"delta":{"'
@@ -208,9 +208,9 @@ class _Answer:
                     delta = b'role":"assistant","content":""'
                 await response.write(self._before + delta + self._after)
                 if self._fault is not None and run.sent >= self._fault.after_tokens:
-                    return await self._fail(self._fault, response)
+                    return await self._fail(self._fault, response, run)
         if self._fault is not None:
-            return await self._fail(self._fault, response)
+            return await self._fail(self._fault, response, run)
         await response.write(self._end(run))
         return await response.write_eof()
 
@@ -224,7 +224,7 @@ class _Answer:
         if fault is not None:
             if fault.kind == "error":
                 raise BadRequest(fault.message, status=fault.status, type="SimulatedFault")
-            await self._fail(fault, None)
+            await self._fail(fault, None, run)
         message = {"role": "assistant", "content": "".join(plan.answer)}
         message[self._engine.options.reasoning_field] = "".join(plan.reasoning)
         choice = {"index": 0, "message": message, "logprobs": None, **self._finish()}
@@ -248,15 +248,15 @@ class _Answer:
             "prompt_tokens_details": {"cached_tokens": run.cached_tokens},
         }
 
-    def _end(self, run: Run) -> bytes:
+    def _end(self, run: Run, **finish: str) -> bytes:
         head = self._head("chat.completion.chunk")
-        choice = {"index": 0, "delta": {"content": ""}, "logprobs": None, **self._finish()}
+        choice = {"index": 0, "delta": {"content": ""}, "logprobs": None, **self._finish(), **finish}
         events = [{**head, "choices": [choice]}]
         if self._wants_usage:
             events.append({**head, "choices": [], "usage": self._usage(run)})
         return b"".join(b"data: %s\n\n" % orjson.dumps(event) for event in events) + b"data: [DONE]\n\n"
 
-    async def _fail(self, fault: Fault, response: web.StreamResponse | None) -> None:
+    async def _fail(self, fault: Fault, response: web.StreamResponse | None, run: Run) -> None:
         """Show ``fault`` on the connection; ``response`` is the stream, if it is one."""
         if fault.kind == "hang":
             await asyncio.Event().wait()  # until the client leaves
@@ -268,6 +268,8 @@ class _Answer:
             if fault.kind == "error":
                 error = {"message": fault.message, "type": "SimulatedFault", "param": None, "code": fault.status}
                 await response.write(b"data: %s\n\ndata: [DONE]\n\n" % orjson.dumps({"error": error}))
+            elif fault.kind == "abort":
+                await response.write(self._end(run, finish_reason="abort"))
             await response.write_eof()
 
 

@@ -1,15 +1,23 @@
--- What the functions share. The files of this folder are joined to one library at load; VERSION and register come first.
+-- What the functions share. The files of this folder are joined to one library at load, in the order of their names;
+-- `register` comes first.
 --
 -- KEYS of every function, all of one session:
 --   1 session (hash)  2 items (hash id -> JSON)  3 order (list of ids)  4 response (hash)  5 text (string)
 --   6 watchers (sorted set replica -> ms)
 --   7 replies (hash item id -> "response id answer's item id"; ">" and a response's id -> its item's id)
 --   8 ended (list of the items of the last responses that left none in the conversation)
+--   9 deleted (string: the last version of a session that was deleted; it must not come back)
+--  10 changes (list of the last messages, for a minute: who missed some reads them here)
 -- Item and settings JSON is opaque here: it is stored and passed on, never parsed.
 
-local SESSION, ITEMS, ORDER, RESPONSE, TEXT, WATCHERS, REPLIES, ENDED = 1, 2, 3, 4, 5, 6, 7, 8
+local SESSION, ITEMS, ORDER, RESPONSE, TEXT, WATCHERS, REPLIES, ENDED, DELETED, CHANGES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 -- How many responses without an item are remembered.
 local MOST_ENDED = 10
+-- How many messages are kept, and for how long: for those who missed some while the store was away.
+local MOST_CHANGES = 20
+local CHANGES_MS = 60000
+-- More code points than any text has: a cut that keeps all of it.
+local ALL = '9007199254740992'
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -19,7 +27,7 @@ end
 -- Slide the life of a session: all its keys together. Without items it is short.
 local function touch(keys, ttl_ms, empty_ttl_ms)
   local ttl = redis.call('LLEN', keys[ORDER]) > 0 and ttl_ms or empty_ttl_ms
-  for i = 1, #keys do
+  for i = 1, ENDED do
     redis.call('PEXPIRE', keys[i], ttl)
   end
 end
@@ -51,6 +59,9 @@ local function change(keys, replica, session_id, kind, body)
   local message = '{"kind":"' .. kind .. '","session":"' .. session_id .. '","before":' .. before ..
     ',"version":' .. after .. ',' .. body .. '}'
   tell(keys, replica, message)
+  redis.call('RPUSH', keys[CHANGES], message)
+  redis.call('LTRIM', keys[CHANGES], -MOST_CHANGES, -1)
+  redis.call('PEXPIRE', keys[CHANGES], CHANGES_MS)
   return message
 end
 
@@ -75,6 +86,28 @@ local function left_by(keys, response_id)
     if string.find(ended, '"response_id":"' .. response_id .. '"', 1, true) then return ended, false end
   end
   return nil
+end
+
+-- What the person saw of a response decides where it is cut: the first wish to stop it counts. It stays, whoever dies; the
+-- message only hurries the owner. Returns the cut that counts.
+local function wish(keys, session_id, replica, cut)
+  local held = redis.call('HMGET', keys[RESPONSE], 'id', 'replica', 'cancel')
+  if not held[3] then redis.call('HSET', keys[RESPONSE], 'cancel', cut) end
+  local counts = held[3] or cut
+  if held[2] ~= replica then
+    redis.call('PUBLISH', 'chat:replica:' .. held[2] .. ':inbox',
+      'cancel ' .. session_id .. ' ' .. held[1] .. ' ' .. counts)
+  end
+  return counts
+end
+
+-- The place of a response that leaves nothing is given up; its outcome is remembered.
+local function give_up(keys, item_id, in_reply_to, ended_item)
+  redis.call('LPUSH', keys[ENDED], ended_item)
+  redis.call('LTRIM', keys[ENDED], 0, MOST_ENDED - 1)
+  redis.call('HDEL', keys[ITEMS], item_id)
+  redis.call('LREM', keys[ORDER], -1, item_id)
+  if in_reply_to ~= '' then redis.call('HDEL', keys[REPLIES], in_reply_to) end
 end
 
 local function last_id(keys)

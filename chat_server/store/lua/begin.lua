@@ -1,37 +1,58 @@
--- Begin a response: it takes its place in the conversation, or the reply says what stands against it.
+-- Begin a response, or queue it behind the running one: it takes its place in the conversation either way. The reply says
+-- what stands against it.
 -- ARGV: session id, ttl ms, empty ttl ms, replica, most items, response id, item id, in reply to ('' for none), token,
--- item JSON (in progress), begun JSON.
--- The prompt is what stands before the answer's place; it comes with the reply.
+-- item JSON (in progress), begun JSON, if another one runs ('reject', 'queue' or 'interrupt'), for 'interrupt' the one
+-- that runs by what the caller knows and its cut (another one keeps its text), and for the case that this one is
+-- cancelled while it is queued: its item, and the body of the message.
+-- The prompt is what stands before the answer's place; it comes with the reply of a response that begins.
 register('begin', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
-  local response_id, item_id, in_reply_to, token = args[6], args[7], args[8], args[9]
-  local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message')
-  if running[1] == response_id and running[2] == token then
-    -- Asked again, for the answer was lost: the answer's own item is the last but is no part of the prompt.
-    local ids = redis.call('LRANGE', keys[ORDER], 0, redis.call('LPOS', keys[ORDER], item_id) - 1)
-    if redis.call('LPOS', keys[ORDER], item_id) == 0 then ids = {} end
-    return {'ok', running[3], redis.call('HMGET', keys[SESSION], 'engine', 'engine_epoch'), items_of(keys, ids)}
+  local session_id, replica = args[1], args[4]
+  local response_id, item_id, in_reply_to, token, mode = args[6], args[7], args[8], args[9], args[12]
+  local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica')
+  -- Asked again, for the answer was lost.
+  if running[1] == response_id and running[2] == token and running[7] == replica then
+    return {'ok', {running[3]}, binding(keys), prompt(keys, item_id)}
   end
-  if left_by(keys, response_id) then return {'ended'} end  -- asked again so late that it is over
+  if running[5] == response_id then return {'queued', {running[6]}, '', ''} end
+  if running[1] == response_id then return {'queued', {}, '', ''} end  -- it waited; now somebody makes it
+  if left_by(keys, response_id) then return {'ended'} end  -- so late that it is over
   if in_reply_to ~= '' then
     if redis.call('HEXISTS', keys[ITEMS], in_reply_to) == 0 then return {'no_item'} end
     local reply = redis.call('HGET', keys[REPLIES], in_reply_to)
     if reply then return {'duplicate', reply} end
   end
-  if running[1] then return {'active', running[1]} end
+  if running[1] and mode == 'reject' and not running[4] then return {'active', running[1]} end
+  if running[5] and mode ~= 'interrupt' then return {'active', running[5]} end
   if redis.call('LLEN', keys[ORDER]) >= tonumber(args[5]) then return {'full'} end
-  local ids = redis.call('LRANGE', keys[ORDER], 0, -1)
-  local previous = ids[#ids]
+
+  local messages, cut = {}, ''
+  if running[1] and mode == 'interrupt' then
+    cut = wish(keys, session_id, replica, running[1] == args[13] and args[14] or ALL)
+  end
+  if running[5] then messages[1] = end_queued(keys, session_id, replica) end
+  local previous = last_id(keys)
   redis.call('RPUSH', keys[ORDER], item_id)
   redis.call('HSET', keys[ITEMS], item_id, args[10])
-  redis.call('DEL', keys[TEXT])
   if in_reply_to ~= '' then redis.call('HSET', keys[REPLIES], in_reply_to, response_id .. ' ' .. item_id) end
-  local message = change(keys, args[4], args[1], 'begin',
-    '"previous":' .. quoted(previous) .. ',"token":' .. quoted(token) .. ',"begun":' .. args[11])
-  redis.call('HSET', keys[RESPONSE], 'id', response_id, 'item_id', item_id, 'in_reply_to', in_reply_to,
-    'token', token, 'replica', args[4], 'begun', args[11], 'message', message)
+  local message = change(keys, replica, session_id, 'begin', '"previous":' .. quoted(previous) .. ',"token":' ..
+    quoted(token) .. ',"queued":' .. (running[1] and 'true' or 'false') .. ',"begun":' .. args[11])
+  messages[#messages + 1] = message
+  local fields = {response_id, item_id, in_reply_to, token, args[11], message, args[15], args[16]}
+  for i = 1, #fields do
+    if running[1] then
+      redis.call('HSET', keys[RESPONSE], QUEUED[i], fields[i])
+    elseif i <= 6 then
+      redis.call('HSET', keys[RESPONSE], string.sub(QUEUED[i], 3), fields[i])
+    end
+  end
+  if not running[1] then
+    redis.call('HSET', keys[RESPONSE], 'replica', replica)
+    redis.call('DEL', keys[TEXT])
+  end
   touch(keys, args[2], args[3])
-  return {'ok', message, redis.call('HMGET', keys[SESSION], 'engine', 'engine_epoch'), items_of(keys, ids)}
+  if running[1] then return {'queued', messages, running[1], cut} end
+  return {'ok', messages, binding(keys), prompt(keys, item_id)}
 end)
 
 -- Bind the session to an engine, if nobody else bound it meanwhile. ARGV: session id, engine and epoch that were read

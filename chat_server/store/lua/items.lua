@@ -23,19 +23,40 @@ register('item_add', function(keys, args)
   return {'ok', message}
 end)
 
+local function in_making(keys, id)
+  local held = redis.call('HMGET', keys[RESPONSE], 'item_id', 'q_item_id')
+  return held[1] == id or held[2] == id
+end
+
+-- Put another version of an item in its place, if it is still as it was read. ARGV: session id, ttl ms, empty ttl ms,
+-- replica, item id, JSON as it was read, new JSON, body of the message.
+register('item_replace', function(keys, args)
+  local id = args[5]
+  if in_making(keys, id) then return {'busy'} end
+  local there = redis.call('HGET', keys[ITEMS], id)
+  if not there then return {'gone'} end
+  if there ~= args[6] then return {'stale'} end
+  redis.call('HSET', keys[ITEMS], id, args[7])
+  local message = change(keys, args[4], args[1], 'truncated', args[8])
+  touch(keys, args[2], args[3])
+  return {'ok', message}
+end)
+
 -- Take an item out. ARGV: session id, ttl ms, empty ttl ms, replica, item id, the item that it answers ('' for none),
 -- the response that made it ('' for none).
 register('item_delete', function(keys, args)
   local id = args[5]
-  if redis.call('HGET', keys[RESPONSE], 'item_id') == id then return {'busy'} end
+  if in_making(keys, id) then return {'busy'} end
   if redis.call('HDEL', keys[ITEMS], id) == 0 then return {'gone'} end
+  local previous = before_id(keys, id)
   redis.call('LREM', keys[ORDER], 1, id)
   if args[6] ~= '' then
     local reply = redis.call('HGET', keys[REPLIES], args[6])
     if reply and string.sub(reply, -#id) == id then redis.call('HDEL', keys[REPLIES], args[6]) end
   end
   if args[7] ~= '' then redis.call('HDEL', keys[REPLIES], '>' .. args[7]) end
-  local message = change(keys, args[4], args[1], 'deleted', '"item_id":' .. quoted(id))
+  local message = change(keys, args[4], args[1], 'deleted',
+    '"previous":' .. quoted(previous) .. ',"item_id":' .. quoted(id))
   touch(keys, args[2], args[3])
   return {'ok', message}
 end)

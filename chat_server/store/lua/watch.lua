@@ -1,16 +1,15 @@
--- Listen to a session, and get its state, with nothing in between. ARGV: session id, ttl ms, empty ttl ms, replica.
+-- Listen to a session, and get its state, with nothing in between. ARGV: session id, ttl ms, empty ttl ms, replica, '1'
+-- for the last messages too.
 register('watch', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
   redis.call('ZADD', keys[WATCHERS], now_ms(), args[4])
   redis.call('HDEL', keys[SESSION], 'unwatched_since')
   touch(keys, args[2], args[3])
-  local response = redis.call('HGETALL', keys[RESPONSE])
-  local previous = false
-  if #response > 0 then
-    previous = before_id(keys, redis.call('HGET', keys[RESPONSE], 'item_id')) or false
-  end
-  return {'ok', redis.call('HGETALL', keys[SESSION]), redis.call('LLEN', keys[ORDER]), response,
-    redis.call('GET', keys[TEXT]) or '', previous}
+  local items = redis.call('HMGET', keys[RESPONSE], 'item_id', 'q_item_id')
+  return {'ok', redis.call('HGETALL', keys[SESSION]), redis.call('LLEN', keys[ORDER]),
+    redis.call('HGETALL', keys[RESPONSE]), redis.call('GET', keys[TEXT]) or '',
+    items[1] and before_id(keys, items[1]) or false, items[2] and before_id(keys, items[2]) or false,
+    args[5] == '1' and redis.call('LRANGE', keys[CHANGES], 0, -1) or {}}
 end)
 
 -- Stop listening. ARGV: session id, replica.
@@ -20,4 +19,27 @@ register('unwatch', function(keys, args)
     redis.call('HSET', keys[SESSION], 'unwatched_since', string.format('%.0f', now_ms()))
   end
   return 'ok'
+end)
+
+-- Go on listening, which is use. ARGV: session id, ttl ms, empty ttl ms, replica. Returns the version and the bytes of the
+-- running response's text.
+register('renew', function(keys, args)
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  if not version then return {'-1', 0} end
+  redis.call('ZADD', keys[WATCHERS], now_ms(), args[4])
+  touch(keys, args[2], args[3])
+  return {version, redis.call('STRLEN', keys[TEXT])}
+end)
+
+-- For how many milliseconds nobody has listened; -1 if somebody does, or the session is gone. ARGV: session id, how
+-- many milliseconds a watcher that does not renew itself counts.
+register('unwatched', function(keys, args)
+  redis.call('ZREMRANGEBYSCORE', keys[WATCHERS], '-inf', now_ms() - tonumber(args[2]))
+  if redis.call('EXISTS', keys[SESSION]) == 0 or redis.call('ZCARD', keys[WATCHERS]) > 0 then return -1 end
+  local since = redis.call('HGET', keys[SESSION], 'unwatched_since')
+  if not since then
+    since = string.format('%.0f', now_ms())
+    redis.call('HSET', keys[SESSION], 'unwatched_since', since)
+  end
+  return now_ms() - tonumber(since)
 end)

@@ -212,6 +212,15 @@ async def test_an_error_comes_inside_the_stream_on_demand(engine: SimulatedServe
     assert done == b"data: [DONE]"
 
 
+async def test_an_engine_gives_an_answer_up_on_demand(engine: SimulatedServer, http: aiohttp.ClientSession) -> None:
+    """The stream ends in order, and its finish reason says that it is not whole."""
+    await set_faults(http, engine, {"kind": "abort", "after_tokens": 4})
+    async with http.post(engine.url + CHAT, json=body()) as response:
+        *_, last, done = await events(response)
+    assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+    assert engine.engine.counters.aborted == 1
+
+
 async def test_a_stream_hangs_on_demand(engine: SimulatedServer, http: aiohttp.ClientSession) -> None:
     """It stays open and silent, and runs on, until the client leaves."""
     await set_faults(http, engine, {"kind": "hang", "after_tokens": 2})

@@ -1,0 +1,278 @@
+"""The answers that this replica makes: begun here, taken over from replicas that are gone, and left to others.
+
+A response has one owner, who holds its token. Whoever is refused with its token stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from msgspec import UNSET
+
+from chat_server.core.ids import new_id
+from chat_server.core.items import Item
+from chat_server.core.placement import Binding
+from chat_server.core.response import State
+from chat_server.errors import ClientError, StoreError
+from chat_server.hub import Hub, now_ms
+from chat_server.live import LiveSession
+from chat_server.settings import Limits
+from chat_server.store.committer import Committer, Writer
+from chat_server.store.messages import ResponseEnded
+from chat_server.store.redis import LEASE_MS, Store
+from chat_server.store.replies import Cut
+from chat_server.turn import Conductor, Turn
+
+log = logging.getLogger(__name__)
+
+#: seconds between looks at answers whose owner may be gone: those that somebody here reads, and all.
+_LOOK_S = 0.5
+_LOOK_EVERYWHERE_S = 2.0
+#: seconds between two signs of ours that we make an answer; milliseconds without one after which others look at it.
+_CONFIRM_S = 1.0
+_UNCONFIRMED_MS = LEASE_MS + 2000
+#: answers that are looked at in one go.
+_MOST = 1000
+#: seconds that others have to take an answer that we left.
+_TAKE_BACK_S = 1.0
+#: more code points than any text has: all of it is kept.
+_ALL = 1 << 53
+
+
+class Answers:
+    """Owns the turns of this replica. ``run`` must be running."""
+
+    def __init__(self, *, hub: Hub, store: Store, committer: Committer, conductor: Conductor, limits: Limits) -> None:
+        self._hub = hub
+        self._store = store
+        self._committer = committer
+        self._conductor = conductor
+        self._limits = limits
+        self._confirmed_at = 0.0
+        self._looked_at = 0.0
+        #: when we left answers that nobody has taken yet (monotonic).
+        self._left: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look after answers until cancelled: confirm ours, find those that nobody makes any more."""
+        await self._hub.every(_LOOK_S, self._look, sooner=self._hub.look_now)
+
+    # --- beginning and ending
+
+    def start(
+        self,
+        live: LiveSession,
+        token: str,
+        items: tuple[Item, ...],
+        binding: Binding | None,
+        *,
+        attempts: int = 0,
+        wish: Cut | None = None,
+    ) -> None:
+        """Make the session's running response here. Holds the session's lock.
+
+        ``attempts`` were made before without new text; ``wish``: somebody wants it stopped.
+        """
+        response = live.response
+        assert response is not None and live.turn is None, "it was just begun"
+        writer = Writer(
+            session_id=live.id,
+            token=token,
+            response=response,
+            # What was told when somebody stops the answer is the last of it: the text is cut there.
+            on_stored=lambda: None if turn.stopped else live.pump(),
+            on_wish=lambda: turn.stop(None),
+            on_lost=lambda reply: self._lost(live, turn, reply),
+        )
+        turn: Turn = Turn(
+            session_id=live.id,
+            principal=live.owner,
+            response=response,
+            writer=writer,
+            prompt=items if response.begun.input is UNSET else tuple(response.begun.input),
+            binding=binding,
+            committer=self._committer,
+            attempts=attempts,
+            on_migrate=lambda reason: self._note_attempt(live, turn, reason),
+        )
+        live.turn = turn
+        if wish is not None:
+            turn.stop(wish)
+        self._hub.spawn(self._run(live, turn), name=f"turn {response.id}")
+
+    async def _run(self, live: LiveSession, turn: Turn) -> None:
+        async def ended(message: bytes) -> None:
+            change = await self._hub.apply_own(live, message)
+            self._release(live, turn)
+            if isinstance(change, ResponseEnded) and change.next is not None:
+                if not live.loaded:  # nobody here listens: we did not hear what is next
+                    await self._hub.look(live)
+                await self._take_over(live, "")
+
+        try:
+            await self._conductor.run(turn, ended, live.lock)
+        except Exception:
+            log.exception("A turn failed; its session is read again")
+            self._release(live, turn)
+            self._hub.drop(live)
+        finally:
+            self._release(live, turn)
+            await self._hub.close_if_idle(live)
+
+    async def _note_attempt(self, live: LiveSession, turn: Turn, reason: str) -> None:
+        """Another engine goes on: the attempts count for whoever may take the answer over, and clients are told."""
+        response = turn.response
+        try:
+            async with live.lock:
+                message = await self._store.note_attempt(
+                    live.id, turn.writer.token, turn.attempts + 1, response.length, reason
+                )
+                if message is not None:
+                    await self._hub.apply_own(live, message)
+        except StoreError as error:  # it only counts
+            log.info("Session %s: an attempt was not noted: %s", live.id, error)
+
+    def _lost(self, live: LiveSession, turn: Turn, reply: str) -> None:
+        """The store takes no more of an answer from us: somebody else has it, or it is gone."""
+        log.warning("Session %s: the store says %r to our answer; we leave it", live.id, reply)
+        turn.abandon()
+        self._release(live, turn)
+        self._hub.drop(live)
+
+    @staticmethod
+    def _release(live: LiveSession, turn: Turn) -> None:
+        if live.turn is turn:  # else another one was begun meanwhile
+            live.turn = None
+
+    # --- going on with what nobody makes any more
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        if not self._hub.ready:
+            return
+        alive: dict[str, bool] = {}
+        for live in self._hub.sessions:
+            if live.response is not None and live.turn is None and live.loaded:
+                async with live.lock:
+                    await self._go_on(live, alive)
+        while self._hub.asked_for:
+            await self._visit(self._hub.asked_for.pop(), alive)
+        if now - self._confirmed_at > _CONFIRM_S:
+            self._confirmed_at = now
+            await self._store.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
+        if now - self._looked_at > _LOOK_EVERYWHERE_S:
+            # The first time all of them: their owners may be gone for longer than we are here.
+            before = now_ms() - _UNCONFIRMED_MS if self._looked_at else now_ms()
+            self._looked_at = now
+            for session_id in await self._store.unconfirmed(before, _MOST):
+                await self._visit(session_id, alive)
+            await self._abandon_unwatched()
+
+    async def _visit(self, session_id: str, alive: dict[str, bool]) -> None:
+        """Look at a session that perhaps nobody here listens to."""
+        try:
+            live = await self._hub.open_for_work(session_id)
+        except ClientError:  # it is gone
+            await self._store.forget_running(session_id)
+            return
+        try:
+            async with live.lock:
+                await self._go_on(live, alive)
+                if live.response is None and live.loaded:
+                    await self._store.forget_running(session_id)
+        finally:
+            await self._hub.close(live)
+
+    async def _go_on(self, live: LiveSession, alive: dict[str, bool]) -> None:
+        """Go on with an answer that nobody makes any more. Holds the session's lock.
+
+        ``alive``: what was found out about replicas in this round.
+        """
+        if live.response is None or live.turn is not None or live.closed or not live.loaded:
+            return
+        owner = live.response_owner
+        if not owner:
+            if time.monotonic() - self._left.get(live.id, float("-inf")) > _TAKE_BACK_S:
+                self._left.pop(live.id, None)
+                await self._take_over(live, "replica_drained")
+        elif owner == self._store.replica_id:
+            # Without a turn: begun by a write that we gave up, or it follows one that we ended.
+            await self._take_over(live, "replica_lost")
+        else:
+            if owner not in alive:
+                alive[owner] = await self._hub.lease.lives(owner)
+            if not alive[owner]:
+                await self._take_over(live, "replica_lost")
+
+    async def _take_over(self, live: LiveSession, reason: str) -> None:
+        """Take the running response over, and make the rest of it here. Holds the session's lock."""
+        response = live.response
+        if response is None or live.turn is not None:
+            return
+        reason = reason if response.length else ""  # nothing was made of it that could move
+        token = new_id("token")
+        live.doubted = True  # until it is done: each step may stay without an answer
+        taken = await self._store.take_over(live.id, live.response_token, token, new_id("epoch"), reason)
+        if taken is None:
+            return
+        if not live.take_text(taken.text):
+            self._hub.drop(live)  # the store lost some: what we told is not what we would go on from
+            return
+        await self._hub.apply_own(live, taken.message)
+        if live.response_token != token:
+            # Messages were lost and the connections start again; the answer is made all the same.
+            live.unload()
+            self._hub.apply(live, taken.message)
+        live.doubted = False
+        log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")
+        if response.length:
+            response.move(State.QUEUED)
+        self.start(live, token, taken.items, taken.binding, attempts=taken.attempts - 1, wish=taken.wish)
+
+    async def _abandon_unwatched(self) -> None:
+        """Stop the answers of sessions that nobody has been connected to for too long; what is stored stays."""
+        alone = [live for live in self._hub.sessions if live.turn is not None and not live.connections]
+        since = await self._store.unwatched_ms([live.id for live in alone])
+        for live, unwatched in zip(alone, since, strict=True):
+            turn = live.turn
+            if turn is None or turn.stopped or unwatched < self._limits.resume_window_s * 1000:
+                continue
+            wish = await self._store.cancel(live.id, turn.response.id, _ALL)
+            if isinstance(wish, Cut):
+                log.info("Session %s: nobody came back for an answer; it is stopped", live.id)
+                turn.stop(wish)
+
+    # --- leaving them to others
+
+    async def hand_over(self) -> None:
+        """Leave all running answers to other replicas, until none is here. The caller sets the deadline.
+
+        One that nobody takes within a second is taken back, and handed over again.
+        """
+        while running := [live for live in self._hub.sessions if live.turn is not None]:
+            for live in running:
+                try:
+                    await self._leave(live)
+                except StoreError as error:
+                    log.warning("Session %s: an answer could not be handed over: %s", live.id, error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _leave(self, live: LiveSession) -> None:
+        """Store what is there of an answer, and leave it without an owner."""
+        turn = live.turn
+        if turn is None or not turn.leave():  # it is about to end
+            return
+        writer = turn.writer
+        await self._committer.settle(writer)
+        async with live.lock:
+            if writer.lost or not await self._committer.store_rest(writer):
+                return
+            self._left[live.id] = time.monotonic()
+            message = await self._store.hand_over(live.id, writer.token, new_id("token"))
+            writer.lost = True
+            self._release(live, turn)
+            if message is not None:
+                await self._hub.apply_own(live, message)
+        await self._store.wake(live.id, now_ms())

@@ -1,0 +1,10 @@
+-- Delete a session. Its version is remembered for an hour: an owner that was away must not write it again.
+-- ARGV: session id, replica.
+register('session_delete', function(keys, args)
+  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local message = change(keys, args[2], args[1], 'gone', '"deleted":true')
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  redis.call('DEL', unpack(keys))
+  redis.call('SET', keys[DELETED], version, 'PX', 3600000)
+  return {'ok', message}
+end)

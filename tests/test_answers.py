@@ -1,0 +1,149 @@
+"""The answers of one replica: made to their end, stopped when nobody comes back, handed over to another one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_server.answers import Answers
+from chat_server.engine.simulated import Fault, answer_for
+from chat_server.settings import Limits
+from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.ws import WsClient
+
+pytestmark = pytest.mark.server
+
+DELTA = "response.output_text.delta"
+LONG = "Tell me more, in 400 words."
+WHOLE = answer_for([{"role": "user", "content": LONG}])
+SLOW = replace(QUICK, tokens_per_s=150.0)
+
+
+def at_work(server: RunningServer) -> int:
+    return sum(engine.engine.running for engine in server.engines)
+
+
+async def done(client: WsClient) -> dict[str, Any]:
+    response: dict[str, Any] = (await client.until("response.done"))["response"]
+    return response
+
+
+@pytest.fixture
+def all_answers(monkeypatch: pytest.MonkeyPatch) -> list[Answers]:
+    """The ``Answers`` of each replica, in the order of their start."""
+    found: list[Answers] = []
+    run = Answers.run
+
+    async def noted(self: Answers) -> None:
+        found.append(self)
+        await run(self)
+
+    monkeypatch.setattr(Answers, "run", noted)
+    return found
+
+
+async def test_an_answer_that_nobody_comes_back_for_is_stopped(tmp_path: Path) -> None:
+    """After ``resume_window_s`` without a connection anywhere; what is stored stays, marked as incomplete."""
+    async with running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=1.0)) as server:
+        async with server.connect(extensions=1) as client:
+            await client.say(LONG)
+            await client.send("response.create")
+            created = await client.until("response.created")
+            for _ in range(10):
+                await client.until(DELTA)
+        async with asyncio.timeout(8):
+            while at_work(server):
+                await asyncio.sleep(0.05)
+        held = {"response_id": created["response"]["id"], "epoch": "", "offset": 0}
+        async with server.connect(session_id=client.session["id"], extensions=1, **held) as again:
+            response = await done(again)
+            assert response["status"] == "cancelled"
+            text = response["output"][0]["content"][0]["text"]
+            assert len(text) > 40
+            assert WHOLE.startswith(text)
+
+
+async def test_an_answer_goes_on_as_long_as_somebody_reads_it_anywhere(tmp_path: Path) -> None:
+    """On another replica, or somebody who came back in time."""
+    async with (
+        running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=1.0)) as server,
+        another(server) as replica,
+        server.connect(extensions=1) as one,
+        replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        await one.until(DELTA)
+        one.connection.transport.abort()
+        response = await done(two)
+        assert response["output"][0]["content"][0]["text"] == WHOLE
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_an_answer_that_is_handed_over_goes_on_elsewhere(
+    tmp_path: Path, all_answers: list[Answers], watched: bool
+) -> None:
+    """At once, from where it was, whether somebody is connected to the other replica or not."""
+    async with (
+        running_server(tmp_path, simulated=SLOW) as server,
+        another(server) as replica,
+        server.connect(extensions=1) as one,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        for _ in range(20):
+            await one.until(DELTA)
+        if watched:
+            async with replica.connect(session_id=one.session["id"], extensions=1) as two:
+                async with asyncio.timeout(5):
+                    await all_answers[0].hand_over()
+                assert (await two.until("response.migrated"))["reason"] == "replica_drained"
+                assert (await done(two))["output"][0]["content"][0]["text"] == WHOLE
+        else:
+            async with asyncio.timeout(5):
+                await all_answers[0].hand_over()
+        # Who stays at the first one hears the rest all the same.
+        response = await done(one)
+        [item] = response["output"]
+        assert response["status"] == "completed"
+        assert one.texts[item["id"]] == item["content"][0]["text"] == WHOLE
+        assert "response.migrated" in one.types
+
+
+async def test_an_answer_that_nobody_takes_is_taken_back(tmp_path: Path, all_answers: list[Answers]) -> None:
+    """There is no other replica: it goes on here."""
+    async with running_server(tmp_path, simulated=SLOW) as server, server.connect(extensions=1) as client:
+        await client.say(LONG)
+        await client.send("response.create")
+        for _ in range(20):
+            await client.until(DELTA)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await all_answers[0].hand_over()
+        response = await done(client)
+        assert response["output"][0]["content"][0]["text"] == WHOLE
+
+
+async def test_a_request_that_kills_what_it_touches_ends(tmp_path: Path, all_answers: list[Answers]) -> None:
+    """Three replicas that take it over without new text are enough; what is stored stays."""
+    async with (
+        running_server(tmp_path, simulated=SLOW) as server,
+        another(server),
+        server.connect(extensions=1) as client,
+    ):
+        for engine in server.engines:
+            engine.engine.add_fault(Fault("hang", after_tokens=0, times=None))
+        await client.say(LONG)
+        await client.send("response.create")
+        await client.until("response.created")
+        for number in range(3):
+            async with asyncio.timeout(5):
+                await all_answers[number % 2].hand_over()
+            await asyncio.sleep(0.7)
+        response = await done(client)
+        assert response["status"] == "failed"
+        assert response["output"] == []
