@@ -11,18 +11,19 @@ import time
 
 from msgspec import UNSET
 
+from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
-from chat_server.core.items import Item
+from chat_server.core.items import Item, to_wire
 from chat_server.core.placement import Binding
-from chat_server.core.response import State
-from chat_server.errors import ClientError, StoreError
+from chat_server.core.response import Response, State, cancelled_in_queue
+from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
-from chat_server.store.messages import ResponseEnded
+from chat_server.store.messages import ResponseEnded, end_body
 from chat_server.store.redis import LEASE_MS, Store
-from chat_server.store.replies import Cut
+from chat_server.store.replies import Cut, Snapshot
 from chat_server.turn import Conductor, Turn
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ _CONFIRM_S = 1.0
 _UNCONFIRMED_MS = LEASE_MS + 2000
 #: answers that are looked at in one go.
 _MOST = 1000
+#: seconds for which an end is kept to be written again, and for which a store that is away is waited for.
+_KEEP_ENDED_S = 5.0
+_RESTORE_S = 600.0
 #: seconds that others have to take an answer that we left.
 _TAKE_BACK_S = 1.0
 #: more code points than any text has: all of it is kept.
@@ -52,6 +56,9 @@ class Answers:
         self._limits = limits
         self._confirmed_at = 0.0
         self._looked_at = 0.0
+        #: sessions whose answer ended a moment ago, since when (monotonic), and as they were then.
+        self._ended: dict[str, tuple[float, Snapshot]] = {}
+        hub.when_back = self.check_kept
         #: when we left answers that nobody has taken yet (monotonic).
         self._left: dict[str, float] = {}
 
@@ -84,18 +91,25 @@ class Answers:
             # What was told when somebody stops the answer is the last of it: the text is cut there.
             on_stored=lambda: None if turn.stopped else live.pump(),
             on_wish=lambda: turn.stop(None),
-            on_lost=lambda reply: self._lost(live, turn, reply),
+            on_refused=lambda reply: self._refused(live, turn, reply),
+            on_lost=lambda: self._lost(live, turn),
         )
+        live.conversation = Conversation(items)
         turn: Turn = Turn(
             session_id=live.id,
             principal=live.owner,
             response=response,
             writer=writer,
-            prompt=items if response.begun.input is UNSET else tuple(response.begun.input),
+            prompt=(
+                live.conversation.before(response.item_id)
+                if response.begun.input is UNSET
+                else tuple(response.begun.input)
+            ),
             binding=binding,
             committer=self._committer,
             attempts=attempts,
             on_migrate=lambda reason: self._note_attempt(live, turn, reason),
+            restore=lambda: self._restore(live, turn),
         )
         live.turn = turn
         if wish is not None:
@@ -105,6 +119,7 @@ class Answers:
     async def _run(self, live: LiveSession, turn: Turn) -> None:
         async def ended(message: bytes) -> None:
             change = await self._hub.apply_own(live, message)
+            self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
             self._release(live, turn)
             if isinstance(change, ResponseEnded) and change.next is not None:
                 if not live.loaded:  # nobody here listens: we did not hear what is next
@@ -134,9 +149,9 @@ class Answers:
         except StoreError as error:  # it only counts
             log.info("Session %s: an attempt was not noted: %s", live.id, error)
 
-    def _lost(self, live: LiveSession, turn: Turn, reply: str) -> None:
-        """The store takes no more of an answer from us: somebody else has it, or it is gone."""
-        log.warning("Session %s: the store says %r to our answer; we leave it", live.id, reply)
+    def _lost(self, live: LiveSession, turn: Turn) -> None:
+        """The store takes no more of an answer from us: somebody else has it, or the session is gone."""
+        log.warning("Session %s: the store does not take our answer; we leave it", live.id)
         turn.abandon()
         self._release(live, turn)
         self._hub.drop(live)
@@ -145,6 +160,60 @@ class Answers:
     def _release(live: LiveSession, turn: Turn) -> None:
         if live.turn is turn:  # else another one was begun meanwhile
             live.turn = None
+            live.conversation = None
+
+    # --- writing again what the store lost
+
+    def _refused(self, live: LiveSession, turn: Turn, reply: str) -> None:
+        log.info("Session %s: the store says %r to our answer", live.id, reply)
+        self._hub.spawn(self._write_again(live, turn), name=f"restore {live.id}")
+
+    async def _write_again(self, live: LiveSession, turn: Turn) -> None:
+        """Find out whether an answer is somebody else's now, or the store lost it: then it gets it back."""
+        deadline = time.monotonic() + _RESTORE_S
+        while not turn.writer.lost and time.monotonic() < deadline:
+            try:
+                async with live.lock:
+                    if await self._restore(live, turn):
+                        self._committer.resume(turn.writer)
+                        return
+                    break
+            except StoreUnavailable:
+                await asyncio.sleep(_LOOK_S)
+        self._committer.lose(turn.writer)
+
+    async def _restore(self, live: LiveSession, turn: Turn) -> bool:
+        """Write the session again, if the store holds an older one. Holds the session's lock."""
+        return live.turn is turn and await self._restore_as(live.id, _snapshot(live, turn), live)
+
+    async def _restore_as(self, session_id: str, snapshot: Snapshot, live: LiveSession | None) -> bool:
+        message = await self._store.restore(session_id, snapshot)
+        if message is None:
+            return False
+        log.warning("Session %s: the store had lost changes; it is written again", session_id)
+        if live is not None:
+            self._hub.apply(live, message)
+        return True
+
+    async def check_kept(self) -> None:
+        """Whether the store still holds our answers, and those that ended a moment ago."""
+        now = time.monotonic()
+        for session_id, (ended_at, _) in list(self._ended.items()):
+            if now - ended_at > _KEEP_ENDED_S:
+                del self._ended[session_id]
+        makes = [live for live in self._hub.sessions if live.turn is not None]
+        known = {session_id: snapshot.version for session_id, (_, snapshot) in self._ended.items()}
+        known |= {live.id: live.known for live in makes}
+        versions = await self._store.versions(list(known))
+        lost = {session_id for (session_id, knew), holds in zip(known.items(), versions, strict=True) if holds < knew}
+        for live in makes:
+            turn = live.turn
+            if live.id in lost and turn is not None:
+                async with live.lock:
+                    await self._restore(live, turn)
+        for session_id in lost & self._ended.keys() - {live.id for live in makes}:
+            _, snapshot = self._ended[session_id]
+            await self._restore_as(session_id, snapshot, self._hub.find(session_id))
 
     # --- going on with what nobody makes any more
 
@@ -162,6 +231,7 @@ class Answers:
         if now - self._confirmed_at > _CONFIRM_S:
             self._confirmed_at = now
             await self._store.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
+            await self.check_kept()
         if now - self._looked_at > _LOOK_EVERYWHERE_S:
             # The first time all of them: their owners may be gone for longer than we are here.
             before = now_ms() - _UNCONFIRMED_MS if self._looked_at else now_ms()
@@ -276,3 +346,49 @@ class Answers:
             if message is not None:
                 await self._hub.apply_own(live, message)
         await self._store.wake(live.id, now_ms())
+
+
+def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
+    """The session as this replica knows it, with the answer that is made here."""
+    fields: dict[str, str | bytes] = {}
+    text = ""
+    if turn is not None:
+        response = turn.response
+        fields = _fields(response, turn.writer.token) | {"replica": live.response_owner}
+        later = response.epochs[len(response.begun.epochs) :]
+        if later:
+            fields["later"] = to_wire(later)[1:-1]
+        if turn.cut is not None:
+            fields["cancel"] = str(turn.cut.length)
+        text = response.text(0)
+    queued = live.queued
+    if queued is not None:
+        item, outcome = cancelled_in_queue(queued)
+        waits = _fields(queued, live.queued_token) | {
+            "ended_item": to_wire(item),
+            "end": end_body(queued.id, 0, "", outcome),
+        }
+        fields |= {f"q_{name}": value for name, value in waits.items()}
+    return Snapshot(
+        version=live.known,
+        owner=live.owner,
+        model=live.model,
+        settings=live.settings,
+        created_ms=live.created_ms,
+        items=live.conversation.items if live.conversation is not None else (),
+        response=fields,
+        text=text,
+    )
+
+
+def _fields(response: Response, token: str) -> dict[str, str | bytes]:
+    """What the response hash holds of a response (``store/lua/_queue.lua``)."""
+    begun = response.begun
+    return {
+        "id": response.id,
+        "item_id": response.item_id,
+        "in_reply_to": begun.in_reply_to if isinstance(begun.in_reply_to, str) else "",
+        "token": token,
+        "begun": to_wire(begun),
+        "message": "",
+    }

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,14 +34,18 @@ log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _RETRY_S = 0.5
 #: seconds to wait for messages that the store has told but that have not arrived.
-_JOIN_S = 2.0
+_JOIN_S = 3.0
 _LOOK_S = 0.005
+#: seconds after which a message that waits for another one is a reason to look at the store.
+_HELD_S = 0.3
 #: seconds between questions whether a session is as we know it, and after which silence of a running answer that
 #: another replica makes is a reason to ask.
 _ASK_S = 15.0
 _SILENCE_S = 2.0
 #: seconds without the store after which connections are closed: their clients try another replica.
 _AWAY_S = 30.0
+#: seconds in which the owner of an answer writes again what the store lost.
+_RESTORE_S = 4.0
 #: sessions that others ask us to look at; what is left out is found all the same, later.
 _MOST_ASKED = 10_000
 
@@ -58,6 +62,8 @@ class Hub:
         self._tasks: asyncio.TaskGroup | None = None
         self._listening = False
         self._was_ready = asyncio.Event()
+        #: called when others are heard again, before anything is compared with the store.
+        self.when_back: Callable[[], Awaitable[None]] | None = None
         #: sessions that another replica asked us to look at, and that there is something to look at.
         self.asked_for: set[str] = set()
         self.look_now = asyncio.Event()
@@ -79,6 +85,10 @@ class Hub:
     def _note_ready(self) -> None:
         if self.ready:
             self._was_ready.set()
+
+    def find(self, session_id: str) -> LiveSession | None:
+        """A session that is here now."""
+        return self._sessions.get(session_id)
 
     # --- opening and closing
 
@@ -281,6 +291,8 @@ class Hub:
             try:
                 async with self._store.inbox() as inbox:
                     if heard_before:  # nothing is known of what was said meanwhile
+                        if self.when_back is not None:
+                            await self.when_back()
                         for live in self.sessions:
                             await self._compare(live)
                     heard_before = self._listening = True
@@ -306,6 +318,13 @@ class Hub:
 
     async def _catch_up(self, live: LiveSession, state: SessionState) -> bool:
         """Tell what was missed; False if that can not be told any more."""
+        if state.version < live.version:
+            # The store lost changes. Who makes the answer, or made the last one, writes them again.
+            now = time.monotonic()
+            live.lost_since = live.lost_since or now
+            live.doubted = live.turn is None and now - live.lost_since < _RESTORE_S
+            return live.doubted or live.turn is not None
+        live.lost_since = None
         try:
             for raw in state.changes:
                 change = messages.decode(raw)
@@ -327,6 +346,8 @@ class Hub:
         for live in self.sessions:
             if live.held and now - live.held_since > _JOIN_S:
                 self._lost_one(live)
+            elif live.held and now - live.held_since > _HELD_S:
+                live.doubted = True  # what they wait for is in the store
         if not self.ready:
             if not self.lease.holds and now - self.lease.lost_at > _AWAY_S:
                 for live in self.sessions:

@@ -13,6 +13,7 @@ from typing import Protocol, assert_never
 
 from chat_server.core import close_codes
 from chat_server.core.client_events import Flush
+from chat_server.core.conversation import Conversation
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
 from chat_server.core.response import Response, ResumePoint, State
@@ -41,6 +42,7 @@ from chat_server.store.messages import (
     ResponseEnded,
     ResponseMoved,
     SessionDeleted,
+    SessionRestored,
     SettingsChanged,
     Text,
 )
@@ -80,10 +82,16 @@ class LiveSession:
         self.model = ""
         self.settings = SessionSettings()
         self.version = -1  # not loaded
+        #: the last version that we knew, loaded or not.
+        self.known = -1
+        self.created_ms = 0
+        #: all items, while an answer is made here: what the store may lose.
+        self.conversation: Conversation | None = None
         self.item_count = 0
         self.response: Response | None = None
         #: the response that waits behind it.
         self.queued: Response | None = None
+        self.queued_token = ""
         #: the replica that makes the response (none: ""), and the token that it held when we looked.
         self.response_owner = ""
         self.response_token = ""
@@ -102,6 +110,8 @@ class LiveSession:
         self.heard_at = 0.0
         #: what the store held when it was asked last, if that was not what we knew.
         self.behind: Held | None = None
+        #: since when the store is behind what we know (monotonic).
+        self.lost_since: float | None = None
         #: this replica is among its watchers in the store.
         self.watched = False
         #: it was left: whoever waits for its lock looks it up again.
@@ -112,11 +122,14 @@ class LiveSession:
         self.owner = state.owner
         self.model = state.model
         self.settings = state.settings
-        self.version = state.version
+        self.version = self.known = state.version
+        self.created_ms = state.created_ms
         self.item_count = state.item_count
         self._heed(state)
         queued = state.queued
-        self.queued = Response(queued.begun, previous_item_id=queued.previous) if queued is not None else None
+        self.queued = None
+        if queued is not None:
+            self.queued, self.queued_token = Response(queued.begun, previous_item_id=queued.previous), queued.token
         if self.turn is not None:
             return
         self.response = None
@@ -217,6 +230,8 @@ class LiveSession:
             return
         if self.loaded and change.before != self.version:
             raise Gap
+        if self.conversation is not None:
+            _keep(self.conversation, change)
         match change:
             case ItemPut():
                 self.item_count += 1
@@ -226,7 +241,7 @@ class LiveSession:
                 self._gone(change.item_id, change.previous)
                 self._tell(encode(ItemDeleted(item_id=change.item_id)))
             case messages.ItemTruncated():
-                self._tell(encode(ItemTruncated(item_id=change.item_id, text_end=change.text_end)))
+                self._tell(encode(ItemTruncated(item_id=change.item.id, text_end=change.text_end)))
             case SettingsChanged():
                 self.model, self.settings = change.model, change.settings
                 self._each(lambda connection: connection.outbox.push(SessionUpdated(session=self.object(connection))))
@@ -238,8 +253,11 @@ class LiveSession:
                 self._end(change)
             case SessionDeleted():
                 self.close_connections(close_codes.DONE, "the conversation was deleted")
+            case SessionRestored():
+                pass  # it is as we know it
             case _:
                 assert_never(change)
+        self.known = change.version
         if self.loaded:
             self.version = change.version
 
@@ -247,7 +265,7 @@ class LiveSession:
         self.item_count += 1
         response = Response(change.begun, previous_item_id=change.previous)
         if change.queued:
-            self.queued = response
+            self.queued, self.queued_token = response, change.token
         else:
             self.response = response
             self.response_owner, self.response_token = change.begun.replica, change.token
@@ -272,9 +290,13 @@ class LiveSession:
         response = self.response
         if response is None or response.id != message.response or message.offset > response.length:
             raise Gap
-        if message.offset == response.length:  # else we have it: it came with the state that we read
-            self._stored(response, message.text, message.size)
-            self.pump()
+        rest = message.text[response.length - message.offset :]
+        if not rest:
+            return  # we have it: it came with the state that we read
+        if message.epoch != response.epoch:
+            raise Gap  # another owner wrote it
+        self._stored(response, rest, len(rest.encode()) if len(rest) < len(message.text) else message.size)
+        self.pump()
 
     def _end(self, change: ResponseEnded) -> None:
         in_queue = self.queued is not None and self.queued.id == change.response
@@ -288,6 +310,11 @@ class LiveSession:
         if rest:
             response.on_stored(rest, len(rest.encode()))
         response.end(change.outcome)
+        if self.conversation is not None:
+            if change.outcome.keeps_item:
+                self.conversation.put(response.item(), response.previous_item_id)
+            else:
+                self.conversation.remove(response.item_id)
         if in_queue:
             self.queued = None
         else:
@@ -378,3 +405,16 @@ class LiveSession:
         return SessionCreated(
             session=self.object(connection), resumed=resumed, item_count=self.item_count, active_response=active
         )
+
+
+def _keep(conversation: Conversation, change: AnyChange) -> None:
+    """What a change makes of the items. The answer that is made here is known better where it is made."""
+    match change:
+        case ItemPut():
+            conversation.put(change.item, change.previous)
+        case messages.ItemTruncated():
+            conversation.put(change.item, None)
+        case ItemGone():
+            conversation.remove(change.item_id)
+        case ResponseBegan():
+            conversation.put(Response(change.begun, previous_item_id=None).item(), change.previous)

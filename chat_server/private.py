@@ -55,7 +55,8 @@ class PrivateAnswers:
             response=response,
             on_stored=self._outbox.pump,
             on_wish=lambda: None,
-            on_lost=lambda _: None,
+            on_refused=lambda _: None,
+            on_lost=lambda: None,
         )
         turn = Turn(
             session_id=session_id,

@@ -53,7 +53,8 @@ class Turn:
 
     ``response`` may have text already, from another replica: the answer goes on from there. ``attempts`` were made
     since the last new text. ``on_migrate`` is told why, each time that another engine is to go on, before its text
-    comes; it must not raise.
+    comes; it must not raise. ``restore`` is asked when the store does not know the response at its end: whether it was
+    lost there, and is there again.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Turn:
         committer: TextSink,
         attempts: int = 0,
         on_migrate: Callable[[str], Awaitable[None]] | None = None,
+        restore: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.session_id = session_id
         self.principal = principal
@@ -77,6 +79,7 @@ class Turn:
         self.binding = binding
         self.attempts = attempts
         self.on_migrate = on_migrate
+        self.restore = restore
         #: the engine goes on with text that it did not write.
         self.goes_on = False
         #: somebody wants it stopped; the cut may not be known yet: the end is told it.
@@ -379,9 +382,11 @@ class Conductor:
                         return reply
                     if isinstance(reply, bytes):
                         await ended(reply)
+                    elif turn.restore is not None and await turn.restore():
+                        continue  # the store had lost the response; it is there again
                     else:
                         turn.writer.lost = True
-                        turn.writer.on_lost(reply)
+                        turn.writer.on_lost()
                 return None
             except StoreUnavailable as error:
                 if time.monotonic() > deadline:

@@ -55,7 +55,7 @@ class BrokenConnection(FakeConnection):
 def state(version: int = 10, *, text: str | None = None, items: int = 1) -> SessionState:
     """A session as ``watch`` found it; with ``text``, an answer that another replica makes."""
     running = None if text is None else RunningState(BEGUN, "item_1", "token_1", "replica_1", text)
-    return SessionState(LOCAL, "m", SessionSettings(), version, items, running)
+    return SessionState(LOCAL, 0, "m", SessionSettings(), version, items, running)
 
 
 def session(found: SessionState | None = None, connections: int = 1) -> tuple[LiveSession, list[FakeConnection]]:

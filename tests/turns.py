@@ -139,7 +139,7 @@ class Script:
         response = Response(Begun(**{**fields, **begun}), previous_item_id="item_1")
         if stored:
             response.on_stored(stored, len(stored.encode()))
-        writer = Writer("s", "token_1", response, lambda: None, lambda: None, lambda reply: None)
+        writer = Writer("s", "token_1", response, lambda: None, lambda: None, lambda reply: None, lambda: None)
         asked = Item(id="item_1", status="completed", role="user", content=[Part(type="input_text", text=ASKED)])
         turn = Turn(
             session_id="s",

@@ -157,8 +157,7 @@ class Response:
         pending = "".join(self._pending)
         kept = pending[: safe_length(pending)]
         self._pending = [kept] if kept else []
-        on_its_way = self._in_flight.text if self._in_flight is not None else ""
-        return self.text(0) + on_its_way + kept
+        return self.text_under_way() + kept
 
     def take_commit(self) -> Commit | None:
         """The text to store next, up to a place from which another engine could go on exactly; None if there is none.
@@ -176,6 +175,16 @@ class Response:
         data = text.encode()  # never fails: no JSON that orjson takes gives a lone surrogate
         self._in_flight = Commit(self.byte_length, self.length, text, data)
         return self._in_flight
+
+    def whole_commit(self) -> Commit:
+        """All text up to the end of the commit under way, for a store that lost some of what it held."""
+        assert self._in_flight is not None, "it answered a commit"
+        text = self.text_under_way()
+        return Commit(0, 0, text, text.encode())
+
+    def text_under_way(self) -> str:
+        """The stored text, and what a commit under way adds."""
+        return self.text(0) + (self._in_flight.text if self._in_flight is not None else "")
 
     def take_rest(self) -> str:
         """All text that no commit took; it is stored with the end. Only while no commit is under way."""

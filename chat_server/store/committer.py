@@ -28,7 +28,8 @@ class Writer:
     """One running response as its owner writes it.
 
     ``on_stored`` is called after its text was stored: more may be told. ``on_wish`` when the store says that somebody
-    wants it stopped, ``on_lost`` when it will not take its text any more (another owner, or the response is gone).
+    wants it stopped. ``on_refused`` when the store does not take its text (another owner, or the store lost the
+    response): nothing more of it is written until ``resume`` or ``lose`` is called. ``on_lost`` when it was lost.
     """
 
     session_id: str
@@ -36,8 +37,13 @@ class Writer:
     response: Response
     on_stored: Callable[[], None]
     on_wish: Callable[[], None]
-    on_lost: Callable[[CommitReply], None]
+    on_refused: Callable[[CommitReply], None]
+    on_lost: Callable[[], None]
     lost: bool = False
+    #: the store does not take its text at the moment.
+    waits: bool = False
+    #: the store lost some of its text: all of it is to be written.
+    whole: bool = False
 
 
 class Committer:
@@ -64,6 +70,25 @@ class Committer:
         while writer.response.in_flight and not writer.lost:
             await self._answered.wait()
 
+    def resume(self, writer: Writer) -> None:
+        """The store holds what it held before, and takes more: what was on its way is sent again."""
+        writer.waits = False
+        writer.whole = writer.response.in_flight
+        self.add(writer)
+
+    def lose(self, writer: Writer) -> None:
+        """Nothing more of it will be stored."""
+        writer.lost = True
+        try:
+            writer.on_lost()
+        except Exception:
+            log.exception("A response that was lost could not be ended in order")
+        self._tell_answered()
+
+    def _tell_answered(self) -> None:
+        self._answered.set()
+        self._answered = asyncio.Event()
+
     async def store_rest(self, writer: Writer) -> bool:
         """Store all that another engine can go on from, of a response that gets no more text. Only when settled.
 
@@ -89,8 +114,7 @@ class Committer:
             replies = await self._store_batch([commit for _, commit in batch], [writer for writer, _ in batch])
             for (writer, _), reply in zip(batch, replies, strict=True):
                 self._answer(writer, reply)
-            self._answered.set()
-            self._answered = asyncio.Event()
+            self._tell_answered()
             rest = self._gather_s - (loop.time() - started)
             if rest > 0:
                 await asyncio.sleep(rest)
@@ -98,7 +122,9 @@ class Committer:
     @staticmethod
     def _take(writer: Writer) -> TextCommit | None:
         response = writer.response
-        commit = response.take_commit()
+        if writer.waits or writer.lost:
+            return None
+        commit = response.whole_commit() if writer.whole else response.take_commit()
         if commit is None:
             return None
         return TextCommit(
@@ -137,23 +163,21 @@ class Committer:
     def _answer(self, writer: Writer, reply: CommitReply) -> None:
         """Carry one reply out. A callback that raises ends its own response, nobody else's."""
         try:
-            if reply in ("ok", "wished"):
-                writer.response.stored_in_flight()
-                if reply == "wished":
-                    writer.on_wish()
-                writer.on_stored()
-                if writer.response.has_pending:
+            match reply:
+                case "ok" | "wished":
+                    writer.whole = False
+                    writer.response.stored_in_flight()
+                    if reply == "wished":
+                        writer.on_wish()
+                    writer.on_stored()
+                    if writer.response.has_pending:
+                        self.add(writer)
+                case "short":
+                    writer.whole = True
                     self.add(writer)
-            else:
-                self._lose(writer, reply)
+                case "refused" | "missing":
+                    writer.waits = True
+                    writer.on_refused(reply)
         except Exception:
             log.exception("A response failed while its text was told; it ends")
-            self._lose(writer, "refused")
-
-    @staticmethod
-    def _lose(writer: Writer, reply: CommitReply) -> None:
-        writer.lost = True
-        try:
-            writer.on_lost(reply)
-        except Exception:
-            log.exception("A response that was lost could not be ended in order")
+            self.lose(writer)

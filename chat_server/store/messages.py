@@ -41,7 +41,7 @@ class ItemGone(Change, frozen=True, kw_only=True, tag="deleted"):
 class ItemTruncated(Change, frozen=True, kw_only=True, tag="truncated"):
     """An item keeps only its first ``text_end`` code points."""
 
-    item_id: str
+    item: Item
     text_end: int
 
 
@@ -99,6 +99,10 @@ class SessionDeleted(Change, frozen=True, kw_only=True, tag="gone"):
     """The session is no more."""
 
 
+class SessionRestored(Change, frozen=True, kw_only=True, tag="restored"):
+    """The store had lost changes, and the owner of the answer wrote the session again as it was at ``before``."""
+
+
 AnyChange = (
     ItemPut
     | ItemGone
@@ -108,6 +112,7 @@ AnyChange = (
     | ResponseMoved
     | ResponseEnded
     | SessionDeleted
+    | SessionRestored
 )
 
 
@@ -162,9 +167,9 @@ def wake(session: str) -> bytes:
     return b"wake %b" % session.encode()
 
 
-def truncated_body(item_id: str, text_end: int) -> bytes:
+def truncated_body(item: Item, text_end: int) -> bytes:
     """The inside of an ItemTruncated message."""
-    return _encoder.encode({"item_id": item_id, "text_end": text_end})[1:-1]
+    return _encoder.encode({"item": item, "text_end": text_end})[1:-1]
 
 
 def end_body(response: str, offset: int, rest: str, outcome: Outcome) -> bytes:

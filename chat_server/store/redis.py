@@ -29,6 +29,7 @@ from chat_server.store.replies import (
     QueuedState,
     RunningState,
     SessionState,
+    Snapshot,
     TakenOver,
     TextCommit,
 )
@@ -89,6 +90,7 @@ class Store:
         fields, response = _pairs(reply[1]), _pairs(reply[3])
         return SessionState(
             owner=Principal(fields["tenant"].decode(), fields["user"].decode()),
+            created_ms=int(fields["created"]),
             model=fields["model"].decode(),
             settings=msgspec.json.decode(fields["settings"], type=SessionSettings),
             version=int(fields["version"]),
@@ -129,6 +131,38 @@ class Store:
         if reply[0] == b"ok":
             return bytes(reply[1])
         return "stale" if reply[0] == b"stale" else "gone"
+
+    async def versions(self, session_ids: Sequence[str]) -> list[int]:
+        """The version of each session; -1 for one that is not there."""
+        if not session_ids:
+            return []
+        found = await self._server.run_many(*(("HGET", keys.session_keys(id)[0], "version") for id in session_ids))
+        return [-1 if version is None else int(version) for version in found]
+
+    async def restore(self, session_id: str, snapshot: Snapshot) -> bytes | None:
+        """Write a session again that the store lost; the message, or None if it holds something newer.
+
+        A session that was deleted does not come back either.
+        """
+        fields = {
+            "tenant": snapshot.owner.tenant,
+            "user": snapshot.owner.user,
+            "model": snapshot.model,
+            "settings": to_wire(snapshot.settings),
+            "created": snapshot.created_ms,
+        }
+        items = {item.id: encode_item(item) for item in snapshot.items}
+        lists = (fields, items, _replies(snapshot.items), snapshot.response)
+        reply = await self._call(
+            session_id,
+            "session_restore",
+            *self._ttls,
+            self.replica_id,
+            snapshot.version,
+            *(value for pairs in lists for value in (len(pairs) * 2, *(x for pair in pairs.items() for x in pair))),
+            snapshot.text.encode(),
+        )
+        return bytes(reply[1]) if reply[0] == b"ok" else None
 
     async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
         """Delete a session and all that is in it; the message, or None if it is gone already."""
@@ -205,7 +239,7 @@ class Store:
             read.id,
             encode_item(read),
             encode_item(new),
-            messages.truncated_body(read.id, text_end),
+            messages.truncated_body(new, text_end),
         )
         if reply[0] == b"ok":
             return bytes(reply[1])
@@ -485,8 +519,21 @@ def _items(reply: list[bytes | None]) -> tuple[Item, ...]:
     return tuple(decode_item(raw) for raw in reply if raw)
 
 
+def _replies(items: Sequence[Item]) -> dict[str, str]:
+    """Which item is answered by which response and item, and which item a response left."""
+    found = {}
+    for item in items:
+        if isinstance(item.response_id, str):
+            if isinstance(item.in_reply_to, str):
+                found[item.in_reply_to] = f"{item.response_id} {item.id}"
+            if item.status != "in_progress":
+                found[f">{item.response_id}"] = item.id
+    return found
+
+
 def _queued(fields: dict[str, bytes], previous: bytes | None) -> QueuedState:
-    return QueuedState(msgspec.json.decode(fields["q_begun"], type=Begun), _text(previous))
+    begun = msgspec.json.decode(fields["q_begun"], type=Begun)
+    return QueuedState(begun, _text(previous), fields["q_token"].decode())
 
 
 def _running(fields: dict[str, bytes], text: bytes, previous: bytes | None) -> RunningState:

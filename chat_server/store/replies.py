@@ -23,6 +23,7 @@ class SessionState:
     """A session as ``watch`` found it."""
 
     owner: Principal
+    created_ms: int
     model: str
     settings: SessionSettings
     version: int
@@ -50,10 +51,11 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True)
 class QueuedState:
-    """The response that waits behind the running one."""
+    """The response that waits behind the running one; ``token`` is the one that it starts with."""
 
     begun: Begun
     previous: str | None
+    token: str
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -77,7 +79,7 @@ class Added:
 class BeginReply:
     """What came of beginning a response: ``ok``, the caller makes it; ``queued``, it waits behind the running one.
 
-    The prompt's items and the session's binding come with ``ok``, the wish to stop the running one with ``queued``.
+    All items and the session's binding come with ``ok``, the wish to stop the running one with ``queued``.
     """
 
     kind: Literal["ok", "queued", "active", "duplicate", "ended", "no_item", "full"]
@@ -88,6 +90,23 @@ class BeginReply:
     #: the response that runs, or that answered the item before, and that one's item.
     response_id: str = ""
     item_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session as the owner of its answer knows it, to write it again if the store loses it.
+
+    ``response`` are the fields of the running one, if there is one, and ``text`` is what is stored of it.
+    """
+
+    version: int
+    owner: Principal
+    model: str
+    settings: SessionSettings
+    created_ms: int
+    items: tuple[Item, ...]
+    response: dict[str, str | bytes]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import redis.asyncio
 
+from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
 from chat_server.core.items import Item, Part, Role, SessionSettings, StatusDetails
 from chat_server.core.principal import Principal
@@ -64,11 +66,11 @@ async def add(store: Store, session_id: str, *items: Item) -> AnyChange:
 
 
 async def begin(store: Store, session_id: str, token: str = "token_1", **changes: Any) -> tuple[Begun, BeginReply]:
-    """Ask for an answer with fresh ids, or those given."""
+    """Ask for an answer with fresh ids, or those given; of the items that come back, those of the prompt."""
     asked = begun(**{"id": new_id("resp"), "item_id": new_id("item"), "replica": store.replica_id, **changes})
     reply = await store.begin(session_id, Response(asked, previous_item_id=None), token)
     assert reply is not None
-    return asked, reply
+    return asked, replace(reply, items=Conversation(reply.items).before(asked.item_id))
 
 
 def commit(session_id: str, asked: Begun, text: str, at: str = "", token: str = "token_1") -> TextCommit:

@@ -41,13 +41,17 @@ class FakeStore:
         fault, before = self.faults.pop(0) if self.faults else (None, False)
         if fault and before:
             raise fault
+        replies: list[CommitReply] = []
         for one in commits:
             held = self.texts.get(one.response_id, b"")
-            assert one.byte_offset <= len(held), "a hole in the text"
+            if one.byte_offset > len(held):
+                replies.append("short")
+                continue
             self.texts[one.response_id] = held[: one.byte_offset] + one.data
+            replies.append(self.replies.get(one.response_id, "ok"))
         if fault:
             raise fault
-        return [self.replies.get(one.response_id, "ok") for one in commits]
+        return replies
 
 
 class Answer:
@@ -57,11 +61,20 @@ class Answer:
         self.response = new_response(id=f"resp_{number}")
         self.response.move(State.PREFILL)
         self.told: list[str] = []
-        self.lost: list[CommitReply] = []
+        self.refused: list[CommitReply] = []
+        self.lost = 0
         self.wishes = 0
         self.fails = False
         self.changed = asyncio.Event()
-        self.writer = Writer(f"sess_{number}", f"token_{number}", self.response, self._stored, self._wished, self._lost)
+        self.writer = Writer(
+            session_id=f"sess_{number}",
+            token=f"token_{number}",
+            response=self.response,
+            on_stored=self._stored,
+            on_wish=self._wished,
+            on_refused=self._refused,
+            on_lost=self._lost,
+        )
         self._committer = committer
 
     def _stored(self) -> None:
@@ -73,8 +86,12 @@ class Answer:
     def _wished(self) -> None:
         self.wishes += 1
 
-    def _lost(self, reply: CommitReply) -> None:
-        self.lost.append(reply)
+    def _refused(self, reply: CommitReply) -> None:
+        self.refused.append(reply)
+        self.changed.set()
+
+    def _lost(self) -> None:
+        self.lost += 1
         self.changed.set()
 
     def says(self, text: str) -> None:
@@ -211,7 +228,7 @@ async def test_a_store_that_is_away_is_waited_for(fault: Exception, before: bool
         answer.says(", you")
         await answer.until_told("Hello, you")
         assert store.texts == {"resp_1": b"Hello, you"}
-    assert answer.lost == []
+    assert answer.refused == []
 
 
 async def test_who_waits_for_the_store_says_so() -> None:
@@ -230,9 +247,10 @@ async def test_who_waits_for_the_store_says_so() -> None:
         assert answer.response.heartbeat_state == "streaming"
 
 
-@pytest.mark.parametrize("reply", ["refused", "missing", "short"])
-async def test_an_answer_that_the_store_does_not_take_is_lost(reply: CommitReply) -> None:
-    """It is told so, once; nothing of the text is told, and the others go on."""
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("reply", ["refused", "missing"])
+async def test_an_answer_that_the_store_does_not_take_waits(reply: CommitReply, lost: bool) -> None:
+    """Its owner is told so, once, and nothing of the text is told: until the store has it again, or it is lost."""
     store = FakeStore()
     store.replies["resp_1"] = reply
     async with running(store) as committer:
@@ -240,8 +258,34 @@ async def test_an_answer_that_the_store_does_not_take_is_lost(reply: CommitReply
         for answer in (one, two):
             answer.says("Hello")
         await two.until_told("Hello")
-        assert (one.lost, one.told, one.writer.lost) == ([reply], [], True)
-        assert (two.lost, two.writer.lost) == ([], False)
+        one.says(", you")
+        await asyncio.sleep(0.02)
+        assert (one.refused, one.told, two.refused) == ([reply], [], [])
+        if lost:
+            committer.lose(one.writer)
+            await asyncio.sleep(0.02)
+            assert (one.lost, one.told, one.writer.lost) == (1, [], True)
+        else:
+            del store.replies["resp_1"]
+            committer.resume(one.writer)
+            await one.until_told("Hello, you")
+            assert (one.refused, one.lost) == ([reply], 0)
+
+
+async def test_text_that_the_store_lost_is_written_again_whole() -> None:
+    """It says that it holds less than the commit begins at; readers hear the new text only."""
+    store = FakeStore()
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.says("Hello")
+        await answer.until_told("Hello")
+        store.texts["resp_1"] = b"He"
+        answer.says(", you")
+        await answer.until_told("Hello, you")
+        answer.says("!")
+        await answer.until_told("Hello, you!")
+        assert store.texts == {"resp_1": b"Hello, you!"}
+        assert answer.refused == []
 
 
 async def test_a_callback_that_raises_ends_its_own_answer_only() -> None:
@@ -255,7 +299,7 @@ async def test_a_callback_that_raises_ends_its_own_answer_only() -> None:
         for answer in (answers[0], answers[2]):
             await answer.until_told("Hello")
         assert answers[1].writer.lost
-        assert answers[1].lost == ["refused"]
+        assert answers[1].lost == 1
         for answer in (answers[0], answers[2]):
             answer.says("!")
             await answer.until_told("Hello!")
@@ -272,7 +316,7 @@ async def test_a_loss_that_can_not_be_told_is_that_answers_trouble_too(reply: Co
     store.replies["resp_1"] = reply
     async with running(store) as committer:
         one, two = Answer(committer, 1), Answer(committer, 2)
-        one.writer.on_stored = one.writer.on_lost = broken
+        one.writer.on_stored = one.writer.on_refused = one.writer.on_lost = broken
         for answer in (one, two):
             answer.says("Hello")
         await two.until_told("Hello")
@@ -310,7 +354,8 @@ async def test_settling_has_nothing_to_wait_for() -> None:
     async with running(store) as committer:
         idle, lost = Answer(committer, 1), Answer(committer, 2)
         lost.says("Hello")
-        await lost.until(lambda: lost.writer.lost)
+        await lost.until(lambda: bool(lost.refused))
+        committer.lose(lost.writer)
         async with asyncio.timeout(5):
             await committer.settle(idle.writer)
             await committer.settle(lost.writer)
@@ -324,4 +369,4 @@ async def test_a_wish_to_stop_is_passed_on_with_the_text_that_was_stored() -> No
         answer = Answer(committer)
         answer.says("Hello")
         await answer.until(lambda: answer.told == ["Hello"])
-        assert (answer.wishes, answer.lost) == (1, [])
+        assert (answer.wishes, answer.refused) == (1, [])

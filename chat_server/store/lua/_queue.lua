@@ -1,10 +1,8 @@
 -- The response hash: the fields of the running response, and with `q_` those of the queued one.
 local QUEUED = {'q_id', 'q_item_id', 'q_in_reply_to', 'q_token', 'q_begun', 'q_message', 'q_ended_item', 'q_end'}
 
-local function prompt(keys, item_id)
-  local at = redis.call('LPOS', keys[ORDER], item_id)
-  if not at or at == 0 then return {} end
-  return items_of(keys, redis.call('LRANGE', keys[ORDER], 0, at - 1))
+local function conversation(keys)
+  return items_of(keys, redis.call('LRANGE', keys[ORDER], 0, -1))
 end
 
 local function binding(keys)

@@ -4,7 +4,7 @@
 -- item JSON (in progress), begun JSON, if another one runs ('reject', 'queue' or 'interrupt'), for 'interrupt' the one
 -- that runs by what the caller knows and its cut (another one keeps its text), and for the case that this one is
 -- cancelled while it is queued: its item, and the body of the message.
--- The prompt is what stands before the answer's place; it comes with the reply of a response that begins.
+-- All items come with the reply of a response that begins; its prompt is what stands before its own.
 register('begin', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
   local session_id, replica = args[1], args[4]
@@ -12,7 +12,7 @@ register('begin', function(keys, args)
   local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica')
   -- Asked again, for the answer was lost.
   if running[1] == response_id and running[2] == token and running[7] == replica then
-    return {'ok', {running[3]}, binding(keys), prompt(keys, item_id)}
+    return {'ok', {running[3]}, binding(keys), conversation(keys)}
   end
   if running[5] == response_id then return {'queued', {running[6]}, '', ''} end
   if running[1] == response_id then return {'queued', {}, '', ''} end  -- it waited; now somebody makes it
@@ -52,7 +52,7 @@ register('begin', function(keys, args)
   end
   touch(keys, args[2], args[3])
   if running[1] then return {'queued', messages, running[1], cut} end
-  return {'ok', messages, binding(keys), prompt(keys, item_id)}
+  return {'ok', messages, binding(keys), conversation(keys)}
 end)
 
 -- Bind the session to an engine, if nobody else bound it meanwhile. ARGV: session id, engine and epoch that were read

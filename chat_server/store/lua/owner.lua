@@ -18,10 +18,10 @@ end
 -- again with the same new token, it answers as the first time.
 -- ARGV: session id, ttl ms, empty ttl ms, replica, token that was read, new token, new epoch, reason.
 -- Returns the message, the text that is stored, the wish to stop, how many attempts without new text this makes, the
--- binding and the prompt.
+-- binding and all items.
 register('take_over', function(keys, args)
   local replica, token = args[4], args[6]
-  local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'attempts', 'attempt_at', 'later', 'item_id')
+  local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'attempts', 'attempt_at', 'later')
   local text = redis.call('GET', keys[TEXT]) or ''
   local message, attempts = held[3], held[4]
   if held[2] ~= token then
@@ -35,7 +35,7 @@ register('take_over', function(keys, args)
     touch(keys, args[2], args[3])
   end
   return {'ok', message, text, redis.call('HGET', keys[RESPONSE], 'cancel'), tonumber(attempts), binding(keys),
-    prompt(keys, held[7])}
+    conversation(keys)}
 end)
 
 -- Another attempt of the same owner, on another engine. ARGV: session id, ttl ms, empty ttl ms, replica, token, attempts
