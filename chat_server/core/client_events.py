@@ -23,6 +23,8 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+#: parts of one message.
+MAX_PARTS = 64
 
 
 class Flush(Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +70,7 @@ class ItemIn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_
     """A message to put into the conversation. ``id``, if the client chooses it, makes a retry harmless."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[PartIn], Meta(min_length=1, max_length=64)]
+    content: Annotated[list[PartIn], Meta(min_length=1, max_length=MAX_PARTS)]
     id: Id | None = None
     object: Literal["realtime.item"] | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None

@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 import orjson
 
-from chat_server.core.client_events import UNSUPPORTED, AnyClientEvent, ClientEvent
+from chat_server.core.client_events import MAX_PARTS, UNSUPPORTED, AnyClientEvent, ClientEvent
 from chat_server.errors import ClientError
 
 _KNOWN = frozenset(event.__struct_config__.tag for event in ClientEvent.__subclasses__())
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
+_UNKNOWN_FIELD = "Object contains unknown field `"
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-# Names of fields are the client's and may hold anything; the path is ours, and last.
-_AT = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?\Z", re.DOTALL)
+# Names of fields are the client's, of any length, and may hold anything; the path is ours, and last.
+_AT = " - at `"
+_PATH = re.compile(r" - at `(?:key` in `)?\$(?P<path>[\w.\[\]]{0,128})`")
 _OTHER_ITEMS = frozenset(
     {
         "function_call",
@@ -88,7 +89,7 @@ def _check_item(item: object, event_id: str | None, at: str) -> None:
             "unsupported", f"Items of type `{kind}` are not supported yet.", param=f"{at}.type", event_id=event_id
         )
     content = item.get("content")
-    for index, part in enumerate(content if isinstance(content, list) else ()):
+    for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in ("input_audio", "input_image", "output_audio"):
             message = f"Parts of type `{kind}` are not supported: this server speaks text."
@@ -97,12 +98,13 @@ def _check_item(item: object, event_id: str | None, at: str) -> None:
 
 def _explain(error: str) -> tuple[str, str, str | None]:
     """msgspec's message -> (code, message, param). Its path ``$.session.stop[0]`` becomes ``session.stop[0]``."""
-    match = _AT.match(error)
-    assert match is not None  # the pattern matches any text
-    what = match["what"]
-    path = (match["path"] or "").lstrip(".").replace("[...]", "")[:128]
-    if found := _UNKNOWN_FIELD.match(what):
-        param = ".".join(filter(None, (path, found["field"][:64])))
+    what, path = error, ""
+    at = error.rfind(_AT)
+    if at >= 0 and (match := _PATH.fullmatch(error, at)):
+        what, path = error[:at], match["path"].lstrip(".").replace("[...]", "")
+    if what.startswith(_UNKNOWN_FIELD):
+        field = what[len(_UNKNOWN_FIELD) :].removesuffix("`")[:64]
+        param = ".".join(filter(None, (path, field)))
         return "unknown_parameter", f"Unknown parameter: `{param}`.", param
     if found := _MISSING_FIELD.match(what):
         param = ".".join(filter(None, (path, found["field"])))

@@ -131,6 +131,8 @@ class Realtime:
             message = await websocket.receive()
             if message["type"] == "websocket.disconnect":
                 return
+            # One segment may hold thousands of frames, and neither `receive` nor all events wait for anything.
+            await asyncio.sleep(0)
             text = message.get("text")
             event_id: str | None = None
             try:
