@@ -16,7 +16,7 @@ _UNKNOWN_FIELD = "Object contains unknown field `"
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 # Names of fields are the client's, of any length, and may hold anything; the path is ours, and last.
 _AT = " - at `"
-_PATH = re.compile(r" - at `(?:key` in `)?\$(?P<path>[\w.\[\]]{0,128})`")
+_PATH = re.compile(r" - at `(?:key` in `)?\$(?P<path>[\w.\[\]]{1,128})`")
 _OTHER_ITEMS = frozenset(
     {
         "function_call",
@@ -104,7 +104,7 @@ def _explain(error: str) -> tuple[str, str, str | None]:
         what, path = error[:at], match["path"].lstrip(".").replace("[...]", "")
     if what.startswith(_UNKNOWN_FIELD):
         field = what[len(_UNKNOWN_FIELD) :].removesuffix("`")[:64]
-        param = ".".join(filter(None, (path, field)))
+        param = f"{path}.{field}" if path else field  # which may be empty
         return "unknown_parameter", f"Unknown parameter: `{param}`.", param
     if found := _MISSING_FIELD.match(what):
         param = ".".join(filter(None, (path, found["field"])))
