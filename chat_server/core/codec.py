@@ -109,7 +109,7 @@ def _explain(error: str) -> tuple[str, str, str | None]:
     if found := _MISSING_FIELD.match(what):
         param = ".".join(filter(None, (path, found["field"])))
         return "missing_required_parameter", f"Missing required parameter: `{param}`.", param
-    if what.startswith("Invalid enum value"):  # it would repeat the client's text
+    if what.startswith(("Invalid enum value", "Invalid value")):  # it would repeat the client's text
         what = "Not one of the values that are known"
     return "invalid_value", f"Invalid value{f' for `{path}`' if path else ''}: {what}.", path or None
 

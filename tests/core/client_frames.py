@@ -47,7 +47,10 @@ VALID: dict[str, dict[str, Any]] = {
             "stop": ["END", "STOP"],
             "metadata": {"topic": "sea"},
             "conversation": "auto",
-            "input": None,
+            "input": [
+                {"type": "item_reference", "id": "msg_1"},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            ],
             "tools": [],
         },
     },
