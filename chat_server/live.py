@@ -203,6 +203,7 @@ class LiveSession:
         waiting = [*self.held, message]
         if self.reading:
             self.held = waiting[:_MAX_HELD]
+            self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
             return
         before = len(waiting) + 1
         while waiting and len(waiting) < before:
