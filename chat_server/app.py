@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from chat_server.answers import Answers
 from chat_server.commands import Commands
 from chat_server.core.ids import new_id
+from chat_server.drain import drain
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
 from chat_server.edge.head import MAX_HEAD_BYTES, HttpProtocol
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 #: WebSocket pings: a silent peer is found in 30 s (uvicorn's own defaults take 40).
 _PING_INTERVAL_S = 15.0
 _PING_TIMEOUT_S = 15.0
+#: seconds that a store which does not answer may hold up the end.
+_LEASE_S = 0.5
 
 
 async def run_app(
@@ -53,12 +56,13 @@ async def run_app(
     startup: Callable[[], dict[str, str]],
     on_listening: Callable[[str], None],
     on_ready: Callable[[], None],
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until cancelled. Signals are the caller's.
+    """Serve until ``stop`` is set and what runs has ended (see ``drain.py``), or at once when cancelled.
 
-    ``startup`` gives each engine's line for people while it starts. ``on_listening`` is called with the URL when
-    connections are taken, ``on_ready`` once when the store is up and an engine is healthy. A store that is away may
-    come later. Raises StoreError if it is there and can not be used.
+    Signals are the caller's. ``startup`` gives each engine's line for people while it starts. ``on_listening`` is
+    called with the URL when connections are taken, ``on_ready`` once when the store is up and an engine is healthy. A
+    store that is away may come later. Raises StoreError if it is there and can not be used.
     """
     api_key = settings.engine_api_key.reveal() if settings.engine_api_key else None
     async with open_http() as http, _open_store(settings, redis_url) as store:
@@ -86,20 +90,27 @@ async def run_app(
             await hub.wait_ready()
             on_ready()
 
+        async def leave() -> None:
+            if stop is not None:
+                await stop.wait()
+                gate.closed = True
+                await drain(hub, answers.hand_over, grace_s=settings.drain_grace_s)
+                server.should_exit = True
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                works = (fleet.run(), committer.run(), hub.run(), answers.run(), announce())
+                works = (fleet.run(), committer.run(), hub.run(), answers.run(), announce(), leave())
                 background = [tasks.create_task(work) for work in works]
                 await server.run_until_told()
                 for task in background:
                     task.cancel()
         finally:
-            with contextlib.suppress(StoreError):
-                await store.drop_lease()
+            with contextlib.suppress(StoreError, TimeoutError):  # it would run out by itself
+                await asyncio.wait_for(store.drop_lease(), _LEASE_S)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which says where it listens, and stops in order when its task is cancelled: by that alone."""
+    """uvicorn's server, which says where it listens, and minds no signals, but ``should_exit`` and its task's end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -122,7 +133,7 @@ class Server(uvicorn.Server):
         return await asyncio.shield(self._listening)
 
     async def run_until_told(self) -> None:
-        """Serve until the end of the task. Raises StartError if it can not listen."""
+        """Serve until told to exit, or the end of the task. Raises StartError if it can not listen."""
         serving = asyncio.create_task(self.serve())
         try:
             await asyncio.shield(serving)
@@ -200,7 +211,7 @@ def _uvicorn_config(settings: Settings, app: Starlette) -> uvicorn.Config:
         server_header=False,
         log_config=None,
         lifespan="off",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=1,  # connections were told to go before; it is for those that do not
     )
 
 

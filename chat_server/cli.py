@@ -103,7 +103,11 @@ COUNT = click.IntRange(1)
 TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
 
 
-@main.command(cls=Sections, epilog="Ctrl-C or SIGTERM stops everything in order, with exit status 0.")
+@main.command(
+    cls=Sections,
+    epilog="Ctrl-C or SIGTERM stops everything in order, with exit status 0: running answers finish first. "
+    "A second one stops at once.",
+)
 @option(
     "--host",
     section=LISTEN,
@@ -233,6 +237,15 @@ TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
     metavar="SECONDS",
     type=click.FloatRange(0.1),
     help="Silence after which a connection gets a sign of life.",
+)
+@option(
+    "--drain-grace",
+    "drain_grace_s",
+    section="Other",
+    default=DEFAULT.drain_grace_s,
+    metavar="SECONDS",
+    type=click.FloatRange(0),
+    help="How long running answers get to finish when the server is told to stop.",
 )
 @option(
     "--log-level",

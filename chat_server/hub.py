@@ -429,6 +429,10 @@ class Hub:
             for connection in list(live.connections):
                 connection.outbox.tick(now, wall, state, response.id if response else None)
 
+    def connections(self) -> list[Connection]:
+        """All that are open here."""
+        return [connection for live in self._sessions.values() for connection in live.connections]
+
     def statistics(self) -> dict[str, int]:
         """How much lives here."""
         lives = self._sessions.values()

@@ -1,15 +1,13 @@
 """``chat-server serve``: start the store, listen, start the engines, say where the chat is; stop all of it in order.
 
 The server listens before the engines are there, so the page can say how far they are. Whatever ends first, the order of
-stopping is: the server (it tells its clients), the engines, the store (it saves).
+stopping is: the server (running answers finish, clients are told), the engines, the store (it saves).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -17,31 +15,31 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from chat_server.drain import AFTER_GRACE_S
 from chat_server.engine.launch import LocalEngines, Stage
 from chat_server.engine.ports import check_port
-from chat_server.errors import StartError, StoreUnavailable
+from chat_server.errors import StoreUnavailable
+from chat_server.process import PART_STOP_S, loop_factory, run_together, set_up_logging, stop_on_signals
 from chat_server.store.embedded import EmbeddedValkey
 from chat_server.store.probe import probe_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Coroutine, Sequence
     from typing import Any
 
     from chat_server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: seconds that each part gets to end once it was told to
-PART_STOP_S = 60.0
 #: seconds between two looks at how far the engines are, and between two lines about it where there is no terminal
 LOOK_EVERY_S = 0.1
 LINE_EVERY_S = 15.0
 #: seconds for the server to see as healthy what was seen to be up, or what others run
 ALL_HEALTHY_S = 3.0
+#: seconds after which a person is told why it still has not stopped
+STILL_STOPPING_S = 1.0
 
 
 def run(settings: Settings, log_level: str | None = None) -> int:
@@ -66,12 +64,13 @@ async def serve(settings: Settings, console: Console) -> None:
         redis_url = await open_store(settings, store, display)
         try:
             engines = None if settings.engines else LocalEngines(settings)
-            parts = server_parts(settings, redis_url, engines, display)
+            parts = server_parts(settings, redis_url, engines, display, stop)
             if engines:
                 parts.append(engines.run())
             if store:
                 parts.append(store.watch())
-            await run_together(parts, stop, display.stopping)
+            drain_s = settings.drain_grace_s + AFTER_GRACE_S + PART_STOP_S
+            await run_together(parts, stop, lambda: display.stopping(settings.drain_grace_s), drain_s=drain_s)
         finally:
             if store:
                 await store.stop()
@@ -94,9 +93,9 @@ async def open_store(settings: Settings, store: EmbeddedValkey | None, display: 
 
 
 def server_parts(
-    settings: Settings, redis_url: str, engines: LocalEngines | None, display: Display
+    settings: Settings, redis_url: str, engines: LocalEngines | None, display: Display, stop: asyncio.Event
 ) -> list[Coroutine[Any, Any, None]]:
-    """What runs besides the processes: what the person sees, and the server."""
+    """What runs besides store and engines: what the person sees, and the server, which knows of ``stop``."""
     from chat_server.app import run_app  # noqa: PLC0415 (the longest import; the store starts before it)
 
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -108,15 +107,16 @@ def server_parts(
         if not settings.simulate:
             display.done(f"Listening on {url}; the page is there and says how far the engines are")
 
-    app = run_app(
+    server = run_app(
         settings,
         redis_url=redis_url,
         engines=settings.engines if engines is None else engines.addresses,
         startup=dict if engines is None else engines.status,
         on_listening=on_listening,
         on_ready=ready.set,
+        stop=stop,
     )
-    return [show(engines, listening, ready, display), app]
+    return [show(engines, listening, ready, display), server]
 
 
 async def show(
@@ -156,87 +156,6 @@ async def what_is_there(url: str) -> str:
     return ", ".join([f"{count} {kind}{'' if len(found['engines']) == 1 else 's'}", *models])
 
 
-async def run_together(
-    parts: Sequence[Coroutine[Any, Any, None]], stop: asyncio.Event, on_end: Callable[[], None]
-) -> None:
-    """Run all parts until ``stop`` or until one ends; call ``on_end`` and end them one after the other, in their order.
-
-    Raises what made a part fail; StartError comes out of exception groups.
-    """
-    tasks = [asyncio.create_task(part) for part in parts]
-    told = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([*tasks, told], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        on_end()
-        told.cancel()
-        for task in tasks:
-            task.cancel()
-            _, late = await asyncio.wait([task], timeout=PART_STOP_S)
-            if late:
-                logger.error("A part of the server did not end within %.0f s and is left behind.", PART_STOP_S)
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            raise start_error(error) or error
-
-
-def start_error(error: BaseException) -> StartError | None:
-    """The StartError in an exception or a group of them."""
-    if isinstance(error, StartError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for one in error.exceptions if (found := start_error(one))), None)
-    return None
-
-
-@contextlib.contextmanager
-def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP sets ``stop``, the next one raises KeyboardInterrupt.
-
-    Plain handlers, and the only ones: ``app.Server`` keeps uvicorn from putting its own in their place.
-    """
-    loop = asyncio.get_running_loop()
-    told = False
-
-    def handle(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal told
-        if told:
-            raise KeyboardInterrupt
-        told = True
-        loop.call_soon_threadsafe(stop.set)
-
-    # what is ignored stays so: nohup means it
-    ours = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, handle) for signum in ours}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one."""
-    try:
-        import uvloop  # noqa: PLC0415 (not on every system)
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-def set_up_logging(console: Console, level: str | None) -> None:
-    """Our own lines from ``level`` on, warnings of the libraries. Without a level a terminal is kept quiet."""
-    handler: logging.Handler
-    if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, log_time_format="%X")
-        handler.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("chat_server").setLevel((level or ("warning" if console.is_terminal else "info")).upper())
-
-
 class Display:
     """How far the start is: on a terminal lines that move, elsewhere a plain line when something changed."""
 
@@ -244,6 +163,7 @@ class Display:
         self._console = console
         self._began = time.monotonic()
         self._live: Progress | None = None
+        self._hint: asyncio.TimerHandle | None = None
         self._rows: dict[str, TaskID] = {}
         #: who -> what was last said of it, and when, where there is no terminal
         self._said: dict[str, tuple[str, float]] = {}
@@ -261,6 +181,8 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._hint is not None:
+            self._hint.cancel()
         self._end_live()
 
     def done(self, text: str) -> None:
@@ -287,10 +209,12 @@ class Display:
         Console(highlight=False).print(line, style="bold", soft_wrap=True)
         sys.stdout.flush()
 
-    def stopping(self) -> None:
-        """The end began."""
+    def stopping(self, grace_s: float) -> None:
+        """The end began; running answers get ``grace_s`` seconds."""
         self._end_live()
         self._print("Stopping ...")
+        hint = f"Waiting for running answers, at most {grace_s:.0f} s. Ctrl-C again stops at once."
+        self._hint = asyncio.get_running_loop().call_later(STILL_STOPPING_S, self._print, hint)
 
     def _say(self, stages: Sequence[Stage]) -> None:
         now = time.monotonic()

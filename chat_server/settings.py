@@ -117,6 +117,8 @@ class Settings:
     cache_dir: Path = Path("~/.cache/chat-server")
     #: seconds of silence after which a connection with extensions hears a heartbeat.
     heartbeat_s: float = 15.0
+    #: seconds that running answers get to finish when the server is told to stop; Kubernetes kills after 30.
+    drain_grace_s: float = 25.0
     #: seconds that a session lives after its last use.
     session_ttl_s: int = 30 * 24 * 3600
     #: seconds that a session without items lives.
@@ -150,7 +152,7 @@ class Settings:
                     f"--allow-origin {origin[:200]} is no origin. Write scheme, host and port as a browser does, "
                     "without a path or a slash at the end: https://app.example.org"
                 )
-        numbers = {"heartbeat": self.heartbeat_s, **dataclasses.asdict(self.limits)}
+        numbers = {"heartbeat": self.heartbeat_s, "drain grace": self.drain_grace_s, **dataclasses.asdict(self.limits)}
         for name, number in numbers.items():
             if not math.isfinite(number):
                 raise StartError(f"The value for {name.replace('_', ' ')} is no number.")

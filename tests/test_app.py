@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from chat_server.errors import StartError
 from chat_server.settings import EngineAddress, Secret, Settings
 from chat_server.store.embedded import EmbeddedValkey
 from tests.support.server import QUICK, RunningServer, another, free_port, running_server
-from tests.support.ws import WsClient
+from tests.support.ws import WsClient, refused
 
 pytestmark = pytest.mark.server
 
@@ -105,6 +106,93 @@ async def test_an_answer_under_way_at_a_stop_is_kept_as_it_was_told(tmp_path: Pa
             assert stored.startswith(text)
             assert answer_for([{"role": "user", "content": LONG}]).startswith(stored)
             await again.say("And now?")
+
+
+async def test_a_server_that_is_told_to_stop_lets_answers_finish(tmp_path: Path) -> None:
+    """Readers get ``response.done``, then 1012, with extensions or without; idle ones go before, new are refused."""
+    async with (
+        running_server(tmp_path, simulated=SLOW) as server,
+        server.connect(extensions=1) as idle,
+        server.connect(extensions=1) as one,
+        server.connect(session_id=one.session["id"]) as two,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        for client in (one, two):
+            await client.until("response.output_text.delta")
+        draining = asyncio.create_task(server.drain())
+        assert await idle.closed() == 1012
+        assert idle.types == ["session.created", "server.draining"]
+        status, body = await ready(server)
+        assert (status, body["ready"], body["draining"]) == (503, False, True)
+        refusal = await refused(server.ws_url, session_id=one.session["id"])
+        assert (refusal.status, refusal.error["code"]) == (503, "server_draining")
+        assert int(refusal.headers["retry-after"]) > 0
+        for client in (one, two):
+            assert await client.closed() == 1012
+            assert client.types[-1] == "response.done"
+            assert client.events[-1]["response"]["status"] == "completed"
+            assert list(client.texts.values()) == [answer_for([{"role": "user", "content": LONG}])]
+        assert 0 <= one.events[one.types.index("server.draining")]["retry_after_ms"] <= 2000
+        await draining
+
+
+async def test_an_answer_without_a_reader_finishes_before_the_stop(tmp_path: Path) -> None:
+    """It is there, whole, after the restart."""
+    async with running_server(tmp_path, simulated=SLOW) as server:
+        async with server.connect() as client:
+            await client.say(LONG)
+            await client.send("response.create")
+            await client.until("response.output_text.delta")
+        await server.drain()
+        await server.start()
+        async with server.connect(session_id=client.session["id"], history=1) as again:
+            item = (await again.until("conversation.item.done"))["item"]
+    assert item["status"] == "completed"
+    assert item["content"][0]["text"] == answer_for([{"role": "user", "content": LONG}])
+
+
+async def test_after_the_grace_time_an_answer_goes_on_at_another_replica(tmp_path: Path) -> None:
+    """Its reader is closed with 1012 in mid-answer, and reads on there, without a word lost or told twice."""
+    async with (
+        running_server(tmp_path, simulated=SLOW, drain_grace_s=0.3) as server,
+        another(server) as replica,
+        server.connect(extensions=1) as one,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        await one.until("response.output_text.delta")
+        began = time.monotonic()
+        await asyncio.gather(server.drain(), one.closed())
+        assert 0.3 < time.monotonic() - began < 3.0
+        assert one.connection.close_code == 1012
+        assert "server.draining" in one.types
+        assert "response.done" not in one.types
+        [(item_id, text)] = one.texts.items()
+        deltas = [event for event in one.events if event["type"] == "response.output_text.delta"]
+        point = {name: deltas[-1][name] for name in ("response_id", "epoch")}
+        async with replica.connect(extensions=1, session_id=one.session["id"], offset=len(text), **point) as two:
+            two.texts[item_id] = text
+            response = (await two.until("response.done"))["response"]
+        assert response["status"] == "completed"
+        assert two.texts[item_id] == answer_for([{"role": "user", "content": LONG}])
+        assert min(event["offset"] for event in two.events if event["type"] == "response.output_text.delta") >= len(
+            text
+        )
+
+
+async def test_an_answer_without_a_reader_goes_on_at_another_replica(tmp_path: Path) -> None:
+    """Also when the session is not known there."""
+    async with running_server(tmp_path, simulated=SLOW, drain_grace_s=0.1) as server, another(server) as replica:
+        async with server.connect() as client:
+            await client.say(LONG)
+            await client.send("response.create")
+            await client.until("response.output_text.delta")
+        await server.drain()
+        async with replica.connect(session_id=client.session["id"], history=1) as again:
+            response = (await again.until("response.done"))["response"]
+    assert response["status"] == "completed"
+    assert list(again.texts.values()) == [answer_for([{"role": "user", "content": LONG}])]
 
 
 async def test_a_stopped_server_leaves_no_lease(tmp_path: Path) -> None:

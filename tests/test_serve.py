@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,7 @@ import redis
 from rich.console import Console
 
 from chat_server.engine.launch import Stage
-from chat_server.errors import StartError
-from chat_server.serve import Display, run_together, start_error, stop_on_signals
+from chat_server.serve import Display
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.server import free_port
 
@@ -259,6 +257,18 @@ def plain(display: Callable[[Display], Any]) -> str:
     return output.getvalue()
 
 
+async def test_a_stop_that_takes_a_while_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how one stops at once; one that is quick says nothing of it."""
+    monkeypatch.setattr("chat_server.serve.STILL_STOPPING_S", 0.05)
+    for takes_s, hinted in ((0.2, True), (0.0, False)):
+        output = io.StringIO()
+        with Display(Console(file=output)) as display:
+            display.stopping(25.0)
+            await asyncio.sleep(takes_s)
+        await asyncio.sleep(0.1)
+        assert ("at most 25 s. Ctrl-C again stops at once." in output.getvalue()) is hinted
+
+
 def test_without_a_terminal_a_line_comes_only_with_news() -> None:
     """The seconds that pass are no news for a log."""
 
@@ -270,64 +280,3 @@ def test_without_a_terminal_a_line_comes_only_with_news() -> None:
         display.show([stage])
 
     assert plain(show) == "  engine-1: loading the model, 0 s\n  engine-1: ready after 3 s\n"
-
-
-async def test_parts_end_in_their_order() -> None:
-    """When one ends by itself the others are ended one after the other, each whole before the next."""
-    order: list[str] = []
-
-    async def part(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.01)
-            order.append(name)
-
-    async def short() -> None:
-        await asyncio.sleep(0)
-
-    await run_together([part("server"), short(), part("engines"), part("store")], asyncio.Event(), lambda: None)
-    assert order == ["server", "engines", "store"]
-
-
-async def test_a_failed_part_ends_all_and_is_told() -> None:
-    """Its error comes out, also out of the group that a part puts it in."""
-
-    async def fails() -> None:
-        raise ExceptionGroup("of a task group", [StartError("no memory")])
-
-    async def lasts() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(StartError, match="no memory"):
-        await run_together([lasts(), fails()], asyncio.Event(), lambda: None)
-
-
-def test_a_start_error_is_found_in_groups() -> None:
-    """However deep; other errors are none."""
-    error = StartError("x")
-    assert start_error(ExceptionGroup("a", [ValueError(), ExceptionGroup("b", [error])])) is error
-    assert start_error(ValueError()) is None
-
-
-async def test_the_second_ctrl_c_does_not_wait() -> None:
-    """The first asks, the second one interrupts; afterwards the handlers are as they were."""
-    assert threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        signal.raise_signal(signal.SIGINT)
-        await asyncio.wait_for(stop.wait(), 5)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-async def test_what_is_ignored_stays_ignored() -> None:
-    """Under nohup the end of the terminal is not the end of the server."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_on_signals(asyncio.Event()):
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -196,6 +196,12 @@ class Pong(ServerEvent, tag="pong"):
     now_ms: int
 
 
+class ServerDraining(ServerEvent, tag="server.draining"):
+    """+ This replica goes away: come back after ``retry_after_ms``, anywhere. Only to connections with extensions."""
+
+    retry_after_ms: int
+
+
 class ErrorBody(Struct, kw_only=True):
     """What went wrong, for programs (``code``, ``param``) and for people (``message``)."""
 

@@ -57,6 +57,8 @@ class Gate:
         self._fleet = fleet
         self._hub = hub
         self._open: Counter[Principal] = Counter()
+        #: this replica goes away: nobody is let in any more.
+        self.closed = False
 
     def identify(self, connection: HTTPConnection, subprotocols: list[str]) -> Principal:
         """Who calls, from an origin that may. Raises ClientError 401 or 403."""
@@ -133,6 +135,8 @@ class Gate:
             raise _unavailable("store_unavailable", "The store is away. Try again in a moment.") from None
 
     def _check_room(self, principal: Principal) -> None:
+        if self.closed:
+            raise _unavailable("server_draining", "This server is being stopped. Connect again in a moment.")
         limits = self._settings.limits
         if self._open.total() >= limits.max_connections:
             raise _unavailable("too_many_connections", "The server has as many connections as it takes.")

@@ -66,7 +66,7 @@ class Http:
         return json_response({"ok": True})
 
     async def readyz(self, _: Request) -> Response:
-        """Whether sessions can be served and answered: the store is up, and an engine is healthy."""
+        """Whether sessions can be served and answered: the store is up, an engine is healthy, and we do not stop."""
         lines = self._startup()
         engines = [
             {
@@ -77,10 +77,13 @@ class Http:
             }
             for engine in self._fleet.engines
         ]
-        ready = self._hub.ready and any(engine.state == "healthy" for engine in self._fleet.engines)
+        draining = self._gate.closed
+        healthy = any(engine.state == "healthy" for engine in self._fleet.engines)
+        ready = self._hub.ready and healthy and not draining
         body = {
             "ready": ready,
             "store": "up" if self._hub.ready else "down",
+            "draining": draining,
             "engines": engines,
             "simulated": self._settings.simulate > 0,
         }

@@ -135,6 +135,11 @@ class Outbox:
                 return response_id
         return None
 
+    @property
+    def settled(self) -> bool:
+        """Whether all was told that there is, and no answer goes on."""
+        return not self._queue and not self._views and self._socket.can_write
+
     # --- telling it
 
     def pump(self) -> None:

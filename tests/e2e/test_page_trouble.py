@@ -72,7 +72,7 @@ async def test_a_restart_of_the_server_loses_nothing(browser: Browser, server: R
         chat.expected = NETWORK
         await chat.open()
         await chat.ask("Before the restart")
-        await server.stop()
+        await server.drain()
         await expect(chat.trouble).to_be_visible()
         await chat.say("While you were away")
         await expect(chat.asked.last).to_contain_text("Not sent yet")

@@ -169,6 +169,27 @@ def test_frames_of_a_source_are_made_when_they_are_taken() -> None:
     assert [event["item_id"] for event in socket.events] == [*made, "behind"]
 
 
+def test_it_is_settled_when_all_was_told_and_nothing_goes_on() -> None:
+    """Not while an answer runs, its end waits, or the socket takes nothing: closing then would cut something off."""
+    socket = FakeSocket()
+    outbox = outbox_of(socket)
+    assert outbox.settled
+    response = new_response()
+    outbox.begin(response)
+    stored(response, "Hello")
+    outbox.pump()
+    assert not outbox.settled
+    socket.room = 2
+    response.end(outcome(response))
+    outbox.end(response)
+    assert not outbox.settled
+    socket.room = None
+    outbox.pump()
+    assert outbox.settled
+    socket.room = 0
+    assert not outbox.settled
+
+
 # --- readers that lag
 
 

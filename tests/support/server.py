@@ -38,6 +38,7 @@ class RunningServer:
         self.engines = engines
         self.url = ""
         self._app: asyncio.Task[None] | None = None
+        self._told_to_stop = asyncio.Event()
 
     @property
     def ws_url(self) -> str:
@@ -55,6 +56,7 @@ class RunningServer:
         """Start and wait until it is ready; after ``stop`` on the same port, with the same store and engines."""
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         ready = asyncio.Event()
+        self._told_to_stop.clear()
         self._app = asyncio.create_task(
             run_app(
                 self.settings,
@@ -63,6 +65,7 @@ class RunningServer:
                 startup=dict,
                 on_listening=listening.set_result,
                 on_ready=ready.set,
+                stop=self._told_to_stop,
             )
         )
         waiting = asyncio.create_task(ready.wait())
@@ -74,8 +77,15 @@ class RunningServer:
         self.url = listening.result()
         self.settings = replace(self.settings, port=urlsplit(self.url).port or 0)
 
+    async def drain(self) -> None:
+        """Stop it in order, as a signal does; an error that ended it before is raised here."""
+        assert self._app is not None
+        self._told_to_stop.set()
+        await asyncio.wait({self._app})
+        await self.stop()
+
     async def stop(self) -> None:
-        """Stop it; an error that ended it before is raised here."""
+        """Stop it at once; an error that ended it before is raised here."""
         if self._app is not None:
             app, self._app = self._app, None
             app.cancel()
@@ -165,6 +175,7 @@ async def server_process(folder: Path, *arguments: str, port: int | None = None)
     port = port or free_port()
     log = folder / "server.log"
     environment = {name: os.environ[name] for name in os.environ if not name.startswith(("CHAT_SERVER_", "REDIS_URL"))}
+    environment["CHAT_SERVER_DRAIN_GRACE"] = "0"  # most tests do not wait for the answers that they left behind
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "chat_server", "serve", "--port", str(port), "--data-dir", str(folder)),
