@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 #: WebSocket pings: a silent peer is found in 30 s (uvicorn's own defaults take 40).
 _PING_INTERVAL_S = 15.0
 _PING_TIMEOUT_S = 15.0
+#: seconds that connections which can wait do so for store and engines; then they are told what is missing.
+_READY_S = 2.0
 #: seconds that a store which does not answer may hold up the end.
 _LEASE_S = 0.5
 
@@ -57,12 +59,14 @@ async def run_app(
     on_listening: Callable[[str], None],
     on_ready: Callable[[], None],
     stop: asyncio.Event | None = None,
+    sockets: list[socket.socket] | None = None,
 ) -> None:
     """Serve until ``stop`` is set and what runs has ended (see ``drain.py``), or at once when cancelled.
 
-    Signals are the caller's. ``startup`` gives each engine's line for people while it starts. ``on_listening`` is
-    called with the URL when connections are taken, ``on_ready`` once when the store is up and an engine is healthy. A
-    store that is away may come later. Raises StoreError if it is there and can not be used.
+    Signals are the caller's. ``sockets`` listen already, else the settings say where to. ``startup`` gives each
+    engine's line for people while it starts. ``on_listening`` is called with the URL when connections are taken,
+    ``on_ready`` once when the store is up and an engine is healthy. A store that is away may come later. Raises
+    StoreError if it is there and can not be used.
     """
     api_key = settings.engine_api_key.reveal() if settings.engine_api_key else None
     async with open_http() as http, _open_store(settings, redis_url) as store:
@@ -82,12 +86,15 @@ async def run_app(
             Sessions(gate, hub, commands),
             Http(settings, gate, hub, fleet, startup),
         )
-        server = Server(_uvicorn_config(settings, app))
+        server = Server(_uvicorn_config(settings, app), sockets)
+
+        async def ready() -> None:
+            await fleet.wait_healthy(None, None)
+            await hub.wait_ready()
 
         async def announce() -> None:
             on_listening(_url(settings, await server.address()))
-            await fleet.wait_healthy(None, None)
-            await hub.wait_ready()
+            await ready()
             on_ready()
 
         async def leave() -> None:
@@ -101,6 +108,9 @@ async def run_app(
             async with asyncio.TaskGroup() as tasks:
                 works = (fleet.run(), committer.run(), hub.run(), answers.run(), announce(), leave())
                 background = [tasks.create_task(work) for work in works]
+                if sockets:  # connections can wait in them for a while: longer than engines that run take to be seen
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(ready(), _READY_S)
                 await server.run_until_told()
                 for task in background:
                     task.cancel()
@@ -112,8 +122,9 @@ async def run_app(
 class Server(uvicorn.Server):
     """uvicorn's server, which says where it listens, and minds no signals, but ``should_exit`` and its task's end."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> None:
         super().__init__(config)
+        self._sockets = sockets
         self._listening: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -134,7 +145,7 @@ class Server(uvicorn.Server):
 
     async def run_until_told(self) -> None:
         """Serve until told to exit, or the end of the task. Raises StartError if it can not listen."""
-        serving = asyncio.create_task(self.serve())
+        serving = asyncio.create_task(self.serve(self._sockets))
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
@@ -155,8 +166,6 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
     try:
         try:
             await store.open()
-            if settings.redis_url is None:  # the embedded store, which has one replica at a time
-                await store.forget_replicas()
         except StoreUnavailable as error:
             log.warning("%s Sessions are served when it is there.", error)
         yield store

@@ -73,8 +73,8 @@ LIMITS: dict[str, tuple[str, str]] = {
     "max_output_tokens": ("TOKENS", "Longest answer."),
     "max_answer_s": ("SECONDS", "Longest time for one answer; then it ends as incomplete."),
     "max_queue_s": ("SECONDS", "Longest wait of an answer for a free engine; then it fails as overloaded."),
-    "max_connections": ("COUNT", "Open sockets of this server."),
-    "max_connections_per_user": ("COUNT", "Open sockets of one user."),
+    "max_connections": ("COUNT", "Open sockets, of each worker."),
+    "max_connections_per_user": ("COUNT", "Open sockets of one user, on each worker."),
     "max_sessions_per_user": ("COUNT", "Stored sessions of one user."),
     "max_items": ("COUNT", "Messages of one session."),
     "socket_buffer_bytes": ("BYTES", "What may wait for one socket before its deltas grow longer instead."),
@@ -122,6 +122,14 @@ TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
     type=click.IntRange(0, 65535),
     metavar="PORT",
     help="Port to listen on; 0 takes a free one.",
+)
+@option(
+    "--workers",
+    section=LISTEN,
+    default=DEFAULT.workers,
+    type=COUNT,
+    metavar="COUNT",
+    help="Processes that serve on it, for more than one core; any of them can serve any session.",
 )
 @option("--tls-cert", section=LISTEN, type=PATH, metavar="FILE", help="Certificate chain (PEM), for https and wss.")
 @option("--tls-key", section=LISTEN, type=PATH, metavar="FILE", help="Its private key (PEM).")

@@ -55,7 +55,7 @@ class Hub:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         # The embedded store has one replica at a time.
-        self.lease = Lease(store, alone=settings.redis_url is None)
+        self.lease = Lease(store, alone=settings.redis_url is None and settings.workers == 1)
         self._settings = settings
         self._store = store
         self._sessions: dict[str, LiveSession] = {}

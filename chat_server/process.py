@@ -26,15 +26,19 @@ logger = logging.getLogger(__name__)
 PART_STOP_S = 60.0
 
 
-def set_up_logging(console: Console, level: str | None) -> None:
-    """Our own lines from ``level`` on, warnings of the libraries. Without a level a terminal is kept quiet."""
+def set_up_logging(console: Console, level: str | None, name: str = "") -> None:
+    """Our own lines from ``level`` on, warnings of the libraries. Without a level a terminal is kept quiet.
+
+    ``name`` says in each line which process it is, where there are several.
+    """
+    name = name and f"{name} "
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%X")
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(logging.Formatter(f"{name}%(message)s"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("chat_server").setLevel((level or ("warning" if console.is_terminal else "info")).upper())
 

@@ -1,12 +1,14 @@
 """``chat-server serve``: start the store, listen, start the engines, say where the chat is; stop all of it in order.
 
-The server listens before the engines are there, so the page can say how far they are. Whatever ends first, the order of
-stopping is: the server (running answers finish, clients are told), the engines, the store (it saves).
+The server listens before the engines are there, so the page can say how far they are. It is one or several processes
+(``workers.py``). Whatever ends first, the order of stopping is: the server (running answers finish, clients are told),
+the engines, the store (it saves).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -24,6 +26,7 @@ from chat_server.errors import StoreUnavailable
 from chat_server.process import PART_STOP_S, loop_factory, run_together, set_up_logging, stop_on_signals
 from chat_server.store.embedded import EmbeddedValkey
 from chat_server.store.probe import probe_store
+from chat_server.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -50,13 +53,13 @@ def run(settings: Settings, log_level: str | None = None) -> int:
     check_port(settings.host, settings.port)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
-            runner.run(serve(settings, console))
+            runner.run(serve(settings, console, log_level))
         except KeyboardInterrupt:  # the second one
             return 130
     return 0
 
 
-async def serve(settings: Settings, console: Console) -> None:
+async def serve(settings: Settings, console: Console, log_level: str | None) -> None:
     """Start everything, run until told to stop or a part can not go on, stop everything."""
     stop = asyncio.Event()
     store = None if settings.redis_url else EmbeddedValkey(settings.data_dir)
@@ -64,7 +67,7 @@ async def serve(settings: Settings, console: Console) -> None:
         redis_url = await open_store(settings, store, display)
         try:
             engines = None if settings.engines else LocalEngines(settings)
-            parts = server_parts(settings, redis_url, engines, display, stop)
+            parts = server_parts(settings, redis_url, engines, display, log_level=log_level, stop=stop)
             if engines:
                 parts.append(engines.run())
             if store:
@@ -80,6 +83,7 @@ async def open_store(settings: Settings, store: EmbeddedValkey | None, display: 
     """The URL of the store: the one given, or the embedded one, started."""
     if store is not None:
         url = await store.start()
+        await forget_replicas(settings, url)
         display.done(f"Store: embedded Valkey, data in {settings.data_dir}")
         return url
     assert settings.redis_url is not None
@@ -92,12 +96,31 @@ async def open_store(settings: Settings, store: EmbeddedValkey | None, display: 
     return settings.redis_url.reveal()
 
 
+async def forget_replicas(settings: Settings, url: str) -> None:
+    """Nobody lives in a store that just started: what a killed server left behind need not wait for its lease."""
+    from chat_server.store.redis import Store  # noqa: PLC0415 (a long import; the store starts before it)
+
+    limits = settings.limits
+    store = Store(
+        url, "", ttl_s=settings.session_ttl_s, empty_ttl_s=settings.empty_session_ttl_s, max_items=limits.max_items
+    )
+    try:
+        with contextlib.suppress(StoreUnavailable):
+            await store.forget_replicas()
+    finally:
+        await store.close()
+
+
 def server_parts(
-    settings: Settings, redis_url: str, engines: LocalEngines | None, display: Display, stop: asyncio.Event
+    settings: Settings,
+    redis_url: str,
+    engines: LocalEngines | None,
+    display: Display,
+    *,
+    log_level: str | None,
+    stop: asyncio.Event,
 ) -> list[Coroutine[Any, Any, None]]:
     """What runs besides store and engines: what the person sees, and the server, which knows of ``stop``."""
-    from chat_server.app import run_app  # noqa: PLC0415 (the longest import; the store starts before it)
-
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ready = asyncio.Event()
 
@@ -107,15 +130,19 @@ def server_parts(
         if not settings.simulate:
             display.done(f"Listening on {url}; the page is there and says how far the engines are")
 
-    server = run_app(
-        settings,
-        redis_url=redis_url,
-        engines=settings.engines if engines is None else engines.addresses,
-        startup=dict if engines is None else engines.status,
-        on_listening=on_listening,
-        on_ready=ready.set,
-        stop=stop,
-    )
+    arguments: dict[str, Any] = {
+        "redis_url": redis_url,
+        "engines": settings.engines if engines is None else engines.addresses,
+        "startup": dict if engines is None else engines.status,
+        "on_listening": on_listening,
+        "on_ready": ready.set,
+    }
+    if settings.workers > 1:
+        server = Workers(settings, log_level=log_level, **arguments).run(stop)
+    else:
+        from chat_server.app import run_app  # noqa: PLC0415 (the longest import; workers do it themselves)
+
+        server = run_app(settings, stop=stop, **arguments)
     return [show(engines, listening, ready, display), server]
 
 

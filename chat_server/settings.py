@@ -91,6 +91,8 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    #: processes that serve, each a replica of its own.
+    workers: int = 1
     #: engines that somebody else runs; empty: local ones are launched.
     engines: tuple[EngineAddress, ...] = ()
     engine_api_key: Secret | None = None

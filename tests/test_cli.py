@@ -74,7 +74,7 @@ def test_flags_become_settings(ran: Ran, tmp_path: Path) -> None:
         *("--engine-api-key", "e", "--redis", "redis://r", "--api-key", "ann:k1", "--api-key", "t/bob:k2"),
         *("--allow-origin", "https://x", "--allow-origin", "https://y", "--root-path", "/chat"),
         *("--data-dir", str(tmp_path), "--max-answer-time", "5", "--max-items", "7", "--heartbeat", "2.5"),
-        *("--drain-grace", "0"),
+        *("--workers", "3", "--drain-grace", "0"),
         *("--log-level", "debug"),
     )
     assert result.exit_code == 0, result.output
@@ -87,7 +87,7 @@ def test_flags_become_settings(ran: Ran, tmp_path: Path) -> None:
     assert settings.allow_origins == ("https://x", "https://y")
     assert settings.data_dir == tmp_path
     assert (settings.limits.max_answer_s, settings.limits.max_items, settings.heartbeat_s) == (5.0, 7, 2.5)
-    assert settings.drain_grace_s == 0.0
+    assert (settings.workers, settings.drain_grace_s) == (3, 0.0)
     assert ran.log_level == "debug"
 
 

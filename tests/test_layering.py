@@ -49,8 +49,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "edge": COMMON | {"engine", "edge/outbox", "turn", "private", "live", "joining", "hub", "commands"},
     "drain": COMMON | {"live"},
     "app": COMMON | {"store", "engine", "turn", "hub", "answers", "commands", "edge", "drain"},
+    "workers": COMMON | {"tether", "process", "engine", "drain", "app"},
     "doctor": COMMON | {"store", "engine"},
-    "serve": COMMON | {"process", "children", "store", "engine", "drain", "app"},
+    "serve": COMMON | {"process", "children", "store", "engine", "drain", "app", "workers"},
     "cli": COMMON | {"engine", "client", "doctor", "serve"},
     "__main__": frozenset({"cli"}),
 }

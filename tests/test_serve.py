@@ -22,7 +22,7 @@ from rich.console import Console
 
 from chat_server.engine.launch import Stage
 from chat_server.serve import Display
-from tests.support.processes import descendants, wait_until_gone
+from tests.support.processes import command_line, descendants, wait_until_gone
 from tests.support.server import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
@@ -135,6 +135,26 @@ def test_it_starts_says_where_and_stops_in_order(tmp_path: Path, signum: int) ->
         )
         assert server.end(signum) == 0
     said = server.stderr.read_text()
+    assert "Traceback" not in said
+    assert "ERROR" not in said
+
+
+def test_workers_start_and_stop_as_one_server(tmp_path: Path) -> None:
+    """The same lines, the same exit status; each worker's log says which one it is, and all share the store."""
+    with serving(tmp_path, "--simulate", "2", "--workers", "2", env={"CHAT_SERVER_API_KEY": "ann:hush"}) as server:
+        server.until_ready()
+        said = f"Chat at http://127.0.0.1:{server.port}  (2 simulated engines, simulated)\n"
+        assert server.stdout.read_text() == said
+        tree = descendants(server.process.pid)
+        shown = [command_line(pid) for pid in tree]
+        assert sum("chat_server.workers" in line for line in shown) == 2
+        assert "hush" not in "".join(shown)
+        with redis.Redis.from_url(f"unix://{tmp_path}/data/valkey/valkey.sock") as client:
+            assert client.zcard("chat:replicas") == 2
+        assert server.end(signal.SIGTERM) == 0
+    said = server.stderr.read_text()
+    assert re.search("worker-1 chat_server", said)
+    assert re.search("worker-2 chat_server", said)
     assert "Traceback" not in said
     assert "ERROR" not in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -54,3 +55,21 @@ def wait_for_lines(path: Path, count: int, within_s: float = 10.0) -> list[str]:
             return text.splitlines()
         time.sleep(0.01)
     raise AssertionError(f"{path} has fewer than {count} lines after {within_s} s: {text!r}")
+
+
+def holder_of(client: tuple[str, int], server: tuple[str, int], among: set[int]) -> int:
+    """Which of the processes has the server's end of this TCP connection (IPv4 on this machine)."""
+    wanted = [f"{port:04X}" for _, port in (server, client)]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    [inode] = [row[9] for row in rows if [row[1].rpartition(":")[2], row[2].rpartition(":")[2]] == wanted]
+    for pid in among:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed while we looked
+                if entry.readlink() == Path(f"socket:[{inode}]"):
+                    return pid
+    raise AssertionError(f"none of {among} holds the connection from port {client[1]}")
+
+
+def command_line(pid: int) -> str:
+    """As ``ps`` shows it to everybody."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
