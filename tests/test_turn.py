@@ -243,6 +243,32 @@ async def test_a_dead_engine_hands_its_sessions_to_the_other(tmp_path: Any) -> N
         assert error["retry_after_ms"] > 0
 
 
+async def test_engines_that_are_killed_in_mid_answer_cost_no_word(tmp_path: Any) -> None:
+    """One after the other, at a random moment each: the text goes on without a gap or a step back, to its one end."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    pace = replace(QUICK, tokens_per_s=1000.0)
+    async with running_server(tmp_path, engines=4, simulated=pace) as server, server.connect() as client:
+        names = [address.name for address in server.settings.engines]
+        history: list[dict[str, str]] = []
+        for _ in range(3):
+            history.append({"role": "user", "content": LONG})
+            await client.say(LONG)
+            seen = len(client.events)
+            await client.send("response.create")
+            for _ in range(chance.randint(1, 30)):
+                await client.until("response.output_text.delta")
+            (working,) = [name for name, each in zip(names, server.engines, strict=True) if each.engine.running]
+            server.engines[names.index(working)].die()
+            response = (await client.until("response.done"))["response"]
+            assert (response["status"], response["engine"] != working) == ("completed", True)
+            deltas = [e for e in client.events[seen:] if e["type"] == "response.output_text.delta"]
+            text = answer_for(history)
+            assert "".join(delta["delta"] for delta in deltas) == text
+            history.append({"role": "assistant", "content": text})
+
+
 # --- by itself: a conductor with scripted parts
 
 

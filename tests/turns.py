@@ -37,13 +37,15 @@ class Script:
         engines: Sequence[str] = ("http://engine",),
         client: VllmClient | None = None,
         store: random.Random | None = None,
+        model: str = "simulated",
     ) -> None:
         self.parts = list(parts) or [["Hello"]]
         self.engines = [
-            Engine(f"engine-{number}", url, state="healthy", epoch="1", models=("simulated",), max_model_len=8192)
+            Engine(f"engine-{number}", url, state="healthy", epoch="1", models=(model,), max_model_len=8192)
             for number, url in enumerate(engines, 1)
         ]
         self.client: Any = client or self
+        self.model = model
         #: if given, when it takes text and has it is left to chance; else at once
         self.store = store
         self.requests: list[tuple[str, ChatRequest]] = []
@@ -120,7 +122,7 @@ class Script:
         told = self.turns[-1].response
         self.migrations.append((reason, told.text(0)))
 
-    def turn(self, *, stored: str = "", attempts: int = 0, **begun: Any) -> Turn:
+    def turn(self, *, asked: str = ASKED, stored: str = "", attempts: int = 0, **begun: Any) -> Turn:
         """A turn that begins, or one that was taken over with text that is ``stored``."""
         fields: dict[str, Any] = {
             "id": "resp_1",
@@ -128,7 +130,7 @@ class Script:
             "replica": "replica_1",
             "epochs": [("epoch_1", 0)],
             "created_ms": 0,
-            "model": "simulated",
+            "model": self.model,
             "instructions": "",
             "max_output_tokens": None,
             "temperature": None,
@@ -140,13 +142,13 @@ class Script:
         if stored:
             response.on_stored(stored, len(stored.encode()))
         writer = Writer("s", "token_1", response, lambda: None, lambda: None, lambda reply: None, lambda: None)
-        asked = Item(id="item_1", status="completed", role="user", content=[Part(type="input_text", text=ASKED)])
+        item = Item(id="item_1", status="completed", role="user", content=[Part(type="input_text", text=asked)])
         turn = Turn(
             session_id="s",
             principal=LOCAL,
             response=response,
             writer=writer,
-            prompt=(asked,),
+            prompt=(item,),
             binding=None,
             committer=cast("Any", self),
             attempts=attempts,
