@@ -332,7 +332,7 @@ class Conductor:
     def _request(self, turn: Turn, engine: Engine, text: str, written: int) -> ChatRequest:
         """What to ask for: the answer, or what follows its ``text`` of ``written`` tokens.
 
-        Stop strings need no care here: vLLM sends nothing that may be the beginning of one.
+        No stop string lies across the cut: vLLM sends nothing that may be the beginning of one.
         """
         begun = turn.response.begun
         budget = context.output_budget(

@@ -16,7 +16,7 @@ import orjson
 from msgspec import UNSET, Struct, UnsetType
 
 from chat_server.core.items import Item, Part, ResponseObject, ResponseStatus, StatusDetails, Timing, Usage
-from chat_server.core.text import safe_length
+from chat_server.core.text import safe_length, word_length
 
 
 class State(StrEnum):
@@ -125,6 +125,7 @@ class Response:
         self._in_flight: Commit | None = None
         self._frame_at = -1
         self._frame = b""
+        self._safe_length = word_length if begun.stop else safe_length
         self._make_prefix()
 
     # --- the owner feeds it
@@ -155,7 +156,7 @@ class Response:
         is pending up to a safe place. What is pending after that is dropped: the next engine writes it again.
         """
         pending = "".join(self._pending)
-        kept = pending[: safe_length(pending)]
+        kept = pending[: self._safe_length(pending)]
         self._pending = [kept] if kept else []
         return self.text_under_way() + kept
 
@@ -167,7 +168,7 @@ class Response:
         if self._in_flight is not None or not self._pending or self.state is State.ENDED:
             return None
         text = "".join(self._pending) if len(self._pending) > 1 else self._pending[0]
-        length = safe_length(text)
+        length = self._safe_length(text)
         self._pending = [text[length:]] if length < len(text) else []
         if not length:
             return None

@@ -73,3 +73,21 @@ def safe_length(text: str) -> int:
             break
     # What stands before the sequence may be white space, and no place to go on from either.
     return len(text[:start].rstrip()) if end - start < _MAX_HELD else end
+
+
+def word_length(text: str) -> int:
+    """As ``safe_length``, of text that an engine may have cut anywhere: up to the end of the last word that is over.
+
+    With stop strings vLLM holds back about as many characters as the longest has, so what it sends ends inside a token,
+    and going on from there gave other words at every second place tried ("was amaze at"). A word ends before white
+    space or, if it is of letters and digits, before anything else but a mark or an apostrophe. One of more than 64 code
+    points is cut anyway, as is a run of Chinese without punctuation.
+    """
+    for end in range(len(text) - 1, max(len(text) - 1 - _MAX_HELD, 0), -1):
+        before, after = text[end - 1], text[end]
+        if after.isspace():
+            if not before.isspace():
+                return end
+        elif before.isalnum() and not (after.isalnum() or _extends(after) or after in "'\u2019"):
+            return end
+    return safe_length(text) if len(text) > _MAX_HELD else 0

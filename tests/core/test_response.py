@@ -226,6 +226,22 @@ def test_commits_and_rest_are_the_text_that_came(pieces: list[str | None]) -> No
     assert stored + response.take_rest() == came
 
 
+def test_with_stop_strings_text_goes_in_whole_words() -> None:
+    """An engine that looks out for them sends half a word, which is no place to go on from."""
+    response = new_response(stop=("END",))
+    response.move(State.PREFILL)
+    response.on_text("The fox was ama")
+    commit = response.take_commit()
+    assert commit is not None
+    assert commit.text == "The fox was"
+    assert response.go_on() == "The fox was"
+    response.on_text(" amazed. ")
+    response.stored_in_flight()
+    commit = response.take_commit()
+    assert commit is not None
+    assert commit.text == " amazed."
+
+
 # --- going on elsewhere
 
 

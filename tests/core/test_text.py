@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from chat_server.core.text import safe_length
+from chat_server.core.text import safe_length, word_length
 
 pytestmark = pytest.mark.pure
 
@@ -161,3 +161,67 @@ def test_holding_back_loses_nothing(chunks: list[str]) -> None:
 def test_what_may_go_stays_so(text: str, more: str) -> None:
     """Whatever follows allows a later cut, never only an earlier one."""
     assert safe_length(f"{text}xy{more}") >= len(text) + 1
+
+
+# --- where an engine has cut the text anywhere
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello| wor",
+        "Hello| world",
+        "Hello,| wor",
+        "Hello,| ",
+        "Hello|,",
+        "It is| don't",
+        "It is| don\u2019t",
+        "line|\n\n  ",
+        "a|_b",
+        "3|.14",
+        "北京|，有",
+        "数| 数",
+        "see 1\ufe0f\u20e3| x",
+        "Hi| 👩🏽\u200d💻",
+        "Hi 👩🏽\u200d💻| x",
+        "|Hello",
+        "| Hello",
+        "| \n",
+        "|",
+    ],
+)
+def test_a_word_goes_when_it_is_over(text: str) -> None:
+    """``|`` is the end of what may go: half a word is no place to go on from, for its tokens are others."""
+    before, _, after = text.partition("|")
+    assert word_length(before + after) == len(before)
+
+
+@few
+@given(texts)
+def test_a_word_ends_at_a_good_place(text: str) -> None:
+    """Within the text, not after white space, and never inside what one sees as one character."""
+    length = word_length(text)
+    assert 0 <= length <= len(text)
+    assert ends_well(text[:length])
+    if 0 < length < len(text):
+        assert text[length] not in "\u200d\ufe0f🏽\u0301"
+
+
+@few
+@given(st.text(alphabet="ab 中\u0301👍", max_size=300))
+def test_what_waits_of_a_word_is_bounded(text: str) -> None:
+    """At most 64 code points, and white space."""
+    assert len(text[word_length(text) :].strip()) <= BOUND
+
+
+@few
+@given(st.lists(pieces, max_size=20))
+def test_waiting_for_words_loses_nothing(chunks: list[str]) -> None:
+    """Fed piece by piece, what went and what is left are the text."""
+    gone = waits = ""
+    for chunk in chunks:
+        waits += chunk
+        length = word_length(waits)
+        gone, waits = gone + waits[:length], waits[length:]
+        assert ends_well(gone)
+    assert gone + waits == "".join(chunks)
