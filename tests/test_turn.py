@@ -546,3 +546,16 @@ async def test_text_of_two_attempts_shows_where_engines_really_differ() -> None:
     words = [word.partition("·") for word in script.ends[0]["item"].text.split()]
     assert [int(number) for _, _, number in words] == list(range(1, 61))
     assert len({attempt for attempt, _, _ in words}) == 3, "two were cut, and a third one wrote the rest"
+
+
+async def test_a_stop_string_is_found_wherever_the_answer_is_cut() -> None:
+    """Before it, in it or just after it: the text ends before it, and nothing of it is told."""
+    at = WHOLE.index("simulated")
+    stop = WHOLE[at - 6 : at + 12]
+    before = len(tokens(WHOLE[: at - 6]))
+    for after in range(before - 4, before + 3):
+        async with playing() as (script, engines):
+            for engine in engines:
+                engine.add_fault(Fault("cut", after_tokens=after))
+            end = await script.run(script.turn(stop=(stop,)))
+        assert (end.outcome.status, script.ends[0]["item"].text) == ("completed", WHOLE.partition(stop)[0])
