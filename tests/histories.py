@@ -80,9 +80,9 @@ class World:
             )
         if self.queued is not None:
             one = self.queued
-            queued = QueuedState(begun(id=one.id, item_id=one.item_id, epochs=one.epochs), one.previous)
+            queued = QueuedState(begun(id=one.id, item_id=one.item_id, epochs=one.epochs), one.previous, one.token)
         return SessionState(
-            LOCAL, "m", SessionSettings(top_p=self.top_p), self.version, len(self.items), running, queued
+            LOCAL, 0, "m", SessionSettings(top_p=self.top_p), self.version, len(self.items), running, queued
         )
 
     def do(self, what: str, who: str, number: int) -> None:
@@ -101,7 +101,10 @@ class World:
                 self._change(who, ItemGone, item_id=name, previous=previous)
                 self._take_out(name)
             case "truncate" if free := self._free():
-                self._change(who, ItemTruncated, item_id=free[number % len(free)], text_end=number)
+                name = free[number % len(free)]
+                content = [Part(type="input_text", text=name[:number])]
+                cut = Item(id=name, status="incomplete", role="user", content=content)
+                self._change(who, ItemTruncated, item=cut, text_end=number)
             case "settings":
                 self.top_p = (number + 1) / 10
                 self._change(who, SettingsChanged, model="m", settings=SessionSettings(top_p=self.top_p))

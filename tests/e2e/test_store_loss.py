@@ -158,7 +158,7 @@ async def test_a_deleted_session_does_not_come_back(
     replicas: list[RunningServer], tabs: tuple[WsClient, WsClient, Copies]
 ) -> None:
     """Its answer was still being made when all of it went: nobody writes it again."""
-    one, two, copies = tabs
+    one, two, _copies = tabs
     await start(one)
     await read(two, 10)
     names = keys.session_keys(one.session["id"])
