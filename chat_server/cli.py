@@ -207,7 +207,18 @@ TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
     section=STATE,
     envvar=[f"{PREFIX}REDIS", "REDIS_URL"],
     metavar="URL",
-    help="Redis or Valkey, version 7 or later: redis://, rediss:// or unix://. Without it one is started here.",
+    help="Redis or Valkey, version 7 or later: redis://, rediss:// (TLS) or unix://; a cluster: "
+    "redis+cluster://HOST:PORT,HOST:PORT; Sentinel: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE. "
+    "Without it one is started here.",
+)
+@option(
+    "--redis-wait-replicas",
+    section=STATE,
+    default=DEFAULT.redis_wait_replicas,
+    type=click.IntRange(0),
+    metavar="COUNT",
+    help="Replicas of the store that must have the begin and the end of an answer. With fewer that follow, the store "
+    "counts as away.",
 )
 @option(
     "--data-dir",

@@ -96,8 +96,10 @@ class Settings:
     #: engines that somebody else runs; empty: local ones are launched.
     engines: tuple[EngineAddress, ...] = ()
     engine_api_key: Secret | None = None
-    #: a ``redis://``, ``rediss://`` or ``unix://`` URL; None: an embedded Valkey is started. May hold a password.
+    #: where the store is, in the forms of ``store/address.py``; None: a Valkey is started here. May hold a password.
     redis_url: Secret | None = None
+    #: replicas of the store that must have the begin and the end of an answer before they count.
+    redis_wait_replicas: int = 0
     #: name or path of the model that local engines load.
     model: str = DEMO_MODEL
     #: number of local engines.
@@ -158,6 +160,8 @@ class Settings:
         for name, number in numbers.items():
             if not math.isfinite(number):
                 raise StartError(f"The value for {name.replace('_', ' ')} is no number.")
+        if self.redis_wait_replicas and self.redis_url is None:
+            raise StartError("--redis-wait-replicas needs --redis: the store that is started here has no replicas.")
         if self.engines and self.simulate:
             raise StartError("--engine and --simulate exclude each other: give one of them.")
 

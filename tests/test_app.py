@@ -23,6 +23,7 @@ from chat_server.app import run_app
 from chat_server.engine.simulated import SimulatedOptions, answer_for, simulated_server
 from chat_server.errors import StartError
 from chat_server.settings import EngineAddress, Secret, Settings
+from chat_server.store import keys
 from chat_server.store.embedded import EmbeddedValkey
 from tests.support.server import QUICK, RunningServer, another, free_port, running_server
 from tests.support.ws import WsClient, refused
@@ -199,10 +200,10 @@ async def test_a_stopped_server_leaves_no_lease(tmp_path: Path) -> None:
     """So that others need not wait for it to run out."""
     async with running_server(tmp_path, engines=1) as server:
         store = redis.asyncio.Redis.from_url(server.redis_url)
-        assert len(await store.keys("chat:replica:*")) == 1
+        assert len(await store.keys(keys.replica("*"))) == 1
         await server.stop()
-        assert await store.keys("chat:replica:*") == []
-        assert await store.zcard("chat:replicas") == 0
+        assert await store.keys(keys.replica("*")) == []
+        assert await store.zcard(keys.REPLICAS) == 0
         await store.aclose()
 
 

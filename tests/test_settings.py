@@ -298,6 +298,12 @@ def test_real_and_simulated_engines_exclude_each_other() -> None:
     Settings(simulate=2).check()
 
 
+def test_only_a_store_of_ones_own_can_have_replicas() -> None:
+    """Waiting for those of the one that is started here would be for ever."""
+    assert "--redis-wait-replicas" in refusal(Settings(redis_wait_replicas=1))
+    Settings(redis_wait_replicas=1, redis_url=Secret("redis://store")).check()
+
+
 # --- the rest
 
 

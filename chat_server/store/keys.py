@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from chat_server.core.principal import Principal
 
-#: Replicas that live, by the time of their last sign (ms).
-REPLICAS = "chat:replicas"
+#: Replicas that live, by the time of their last sign (ms). It and their leases lie on one node of a cluster: who could
+#: not renew there, could not look there either, so nobody takes another for dead because of that node.
+REPLICAS = "chat:{replicas}"
 #: Sessions with a running response, by the time when their owner last said so (ms).
 RUNNING = "chat:running"
 
@@ -37,7 +38,7 @@ def user_sessions(principal: Principal) -> str:
 
 def replica(replica_id: str) -> str:
     """Lives as long as its replica: one lease for all that it runs."""
-    return f"chat:replica:{replica_id}"
+    return f"{REPLICAS}:{replica_id}"
 
 
 def inbox(replica_id: str) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
-import redis.asyncio
-import redis.exceptions
+from redis.asyncio.sentinel import MasterNotFoundError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    InvalidResponse,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
 from chat_server.errors import StartError, StoreUnavailable
+from chat_server.store.address import Address, parse_address
+from chat_server.store.nodes import connect
 
 if TYPE_CHECKING:
     from chat_server.settings import Secret
@@ -30,51 +38,65 @@ class StoreFacts:
     append_only: bool
 
 
-def place_of(url: Secret) -> str:
-    """The address without user, password and query, fit to be shown. Raises StartError if it is none."""
-    try:
-        parts = urlsplit(url.reveal())
-        if parts.scheme == "unix" and parts.path:
-            return f"unix://{parts.path}"
-        if parts.scheme in ("redis", "rediss") and parts.hostname:
-            return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-    except ValueError:  # a port that is no number, a bracket that is not closed
-        pass
-    raise StartError("--redis is no URL of a store. Example: --redis redis://:PASSWORD@10.0.0.7:6379/0")
-
-
 async def probe_store(url: Secret) -> StoreFacts:
     """Ask the store who it is.
 
     Raises StartError if waiting will not help (wrong URL, wrong password, too old), StoreUnavailable if it may.
     """
-    place = place_of(url)
+    address = parse_address(url.reveal())
+    place = address.place
     try:
-        client = redis.asyncio.Redis.from_url(url.reveal(), decode_responses=True)
-    except ValueError as error:
-        raise StartError(f"--redis is no URL of a store: {error}") from None
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            info = await client.info()
+        nodes = connect(address, max_connections=1)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                infos = await nodes.info()
+        finally:
+            await nodes.aclose()
     except TypeError:  # redis-py hands what stands behind the question mark on to its connection
         raise StartError("--redis has an option behind its question mark that is not known.") from None
-    except redis.exceptions.InvalidResponse:
-        raise StartError(f"What answers at {place} is no Redis or Valkey.") from None
-    except redis.exceptions.BusyLoadingError:
-        raise StoreUnavailable(f"The store at {place} is still reading its data.") from None
-    except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
-        # redis-py wraps what went wrong while connecting into a ConnectionError
-        cause = error.__cause__ or error
-        if isinstance(cause, redis.exceptions.AuthenticationError | redis.exceptions.ResponseError):
-            raise StartError(
-                f"The store at {place} refuses us; look at user and password in --redis: {cause}"
-            ) from None
-        raise StoreUnavailable(f"The store at {place} can not be reached: {str(error) or 'no answer'}") from None
-    finally:
-        await client.aclose()
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+        raise _in_words(error, place) from None
+    return _facts(address, infos)
+
+
+def _in_words(error: Exception, place: str) -> StartError | StoreUnavailable:
+    """Why the store did not answer; redis-py wraps what went wrong while connecting, some of it twice."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    for cause in causes:
+        match cause:
+            case InvalidResponse():
+                return StartError(f"What answers at {place} is no Redis or Valkey.")
+            case BusyLoadingError():
+                return StoreUnavailable(f"The store at {place} is still reading its data.")
+            case MasterNotFoundError():
+                return StoreUnavailable(
+                    f"Sentinel at {place} can not be reached, or names no server for this service; look at its name."
+                )
+            case AuthenticationError() | ResponseError():
+                return StartError(f"The store at {place} refuses us; look at user and password in --redis: {cause}")
+            case RedisClusterException() if "not enabled" in str(cause):
+                return StartError(f"The store at {place} is no cluster: write redis:// in place of redis+cluster://.")
+    return StoreUnavailable(f"The store at {place} can not be reached: {str(causes[-1]) or 'no answer'}")
+
+
+def _facts(address: Address, infos: list[dict[str, Any]]) -> StoreFacts:
+    """What the servers said, of all of them together. Raises StartError or StoreUnavailable if they can not be used."""
+    info = infos[0]
     server = "Valkey" if "valkey_version" in info else "Redis"
-    version = str(info.get("valkey_version") or info.get("redis_version", "?"))
-    major = version.partition(".")[0]
-    if major.isdigit() and int(major) < LEAST_MAJOR:
-        raise StartError(f"The store at {place} is {server} {version}; version {LEAST_MAJOR} or later is needed.")
-    return StoreFacts(place, server, version, bool(info.get("aof_enabled")))
+    versions = [str(each.get("valkey_version") or each.get("redis_version", "?")) for each in infos]
+    for version in versions:
+        major = version.partition(".")[0]
+        if major.isdigit() and int(major) < LEAST_MAJOR:
+            raise StartError(
+                f"The store at {address.place} is {server} {version}; version {LEAST_MAJOR} or later is needed."
+            )
+    mode = info.get("redis_mode") or info.get("server_mode")
+    if mode == "sentinel":
+        raise StartError(f"At {address.place} is Sentinel: write redis+sentinel://HOST:PORT/SERVICE, with its service.")
+    if mode == "cluster" and address.kind != "cluster":
+        raise StartError(f"The store at {address.place} is a node of a cluster: write redis+cluster://HOST:PORT.")
+    if info.get("role") == "slave":
+        raise StoreUnavailable(f"The store at {address.place} is a replica of another: it takes no writes.")
+    return StoreFacts(address.place, server, versions[0], all(each.get("aof_enabled") for each in infos))

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 LEASE_MS = 4000
 #: milliseconds after which a watcher that does not renew itself is one no more.
 _WATCH_MS = 60_000
+#: functions that decide who answers, and what was answered: they count when replicas of the server have them too.
+_DURABLE = frozenset({"begin", "take_over", "finish"})
 
 
 class Store:
@@ -50,13 +52,21 @@ class Store:
     """
 
     def __init__(
-        self, url: str, replica_id: str, *, ttl_s: int, empty_ttl_s: int, max_items: int, max_connections: int = 64
+        self,
+        url: str,
+        replica_id: str,
+        *,
+        ttl_s: int,
+        empty_ttl_s: int,
+        max_items: int,
+        max_connections: int = 64,
+        wait_replicas: int = 0,
     ) -> None:
         self.replica_id = replica_id
         self._ttl = ttl_s * 1000
         self._empty_ttl = empty_ttl_s * 1000
         self._max_items = max_items
-        self._server = Server(url, max_connections=max_connections)
+        self._server = Server(url, max_connections=max_connections, wait_replicas=wait_replicas)
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
@@ -499,7 +509,7 @@ class Store:
         return replies
 
     async def _call(self, session_id: str, function: str, *args: Any) -> Any:
-        return await self._server.call(session_id, function, *args)
+        return await self._server.call(session_id, function, *args, durable=function in _DURABLE)
 
 
 def _pairs(flat: list[bytes]) -> dict[str, bytes]:

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib import resources
 from typing import Any
 
-import redis.asyncio as redis_asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store import keys
+from chat_server.store.address import parse_address
+from chat_server.store.nodes import connect
 
-#: seconds for one command, and for a connect: a server that takes longer is away.
+#: seconds for one call: a server that takes longer is away.
 _TIMEOUT_S = 5.0
-_CONNECT_TIMEOUT_S = 2.0
+#: milliseconds that replicas have to follow a durable call.
+_WAIT_MS = 1000
+#: first words of the answers of a server that starts, fails over or is full: it will take the same call later.
+_PASSING = frozenset(
+    {
+        *("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK"),
+        *("OOM", "MISCONF", "NOREPLICAS", "BUSY", "UNBLOCKED"),
+    }
+)
 
 
 def library() -> tuple[str, str]:
@@ -44,69 +51,67 @@ def library() -> tuple[str, str]:
 
 
 class Server:
-    """Our functions and plain commands on one server. ``open`` before anything else, ``close`` at the end."""
+    """Our functions and plain commands at one address. ``open`` before anything else, ``close`` at the end.
 
-    def __init__(self, url: str, *, max_connections: int = 64) -> None:
+    ``wait_replicas``: how many replicas of the server must have a durable call's write before it counts as done.
+    """
+
+    def __init__(self, url: str, *, max_connections: int = 64, wait_replicas: int = 0) -> None:
         self._prefix, self._code = library()
-        self._redis: redis_asyncio.Redis = redis_asyncio.Redis.from_pool(
-            redis_asyncio.BlockingConnectionPool.from_url(
-                url,
-                max_connections=max_connections,
-                timeout=_TIMEOUT_S,
-                socket_timeout=None,  # see _translated
-                socket_connect_timeout=_CONNECT_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
-                retry_on_error=[RedisConnectionError],
-            )
-        )
+        self._wait_replicas = wait_replicas
+        self._nodes = connect(parse_address(url), max_connections=max_connections)
+        self._room = asyncio.Semaphore(max_connections)
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
-        async with _translated():
+        async with self._calling():
             try:
-                await self._load()
+                await self._nodes.load(self._code)
             except ResponseError as error:
+                if _passes(error):
+                    raise
                 raise StoreError(
                     f"The store does not take our functions ({error}). Redis or Valkey from version 7 on is needed."
                 ) from error
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._nodes.aclose()
 
     async def run(self, *command: Any) -> Any:
         """One plain command."""
-        async with _translated():
-            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        [reply] = await self.run_many(command)
+        return reply
 
     async def run_many(self, *commands: Sequence[Any]) -> list[Any]:
-        """Plain commands in one round trip, without a transaction."""
-        async with _translated():
-            return await self._pipeline(commands, raise_on_error=True)
+        """Plain commands in one round trip, not in a transaction; they may be done twice."""
+        async with self._calling():
+            return _raised(await self._nodes.pipeline(commands))
 
-    async def call(self, session_id: str, function: str, *args: Any) -> Any:
-        """One function over one session's keys; the library is loaded again if the server lost it."""
-        command = self._command(session_id, function, *args)
-        async with _translated():
-            try:
-                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-            except ResponseError as error:
-                if not _is_unknown_function(error):
-                    raise
-                await self._load()
-                return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+    async def call(self, session_id: str, function: str, *args: Any, durable: bool = False) -> Any:
+        """One function over one session's keys; it may be done twice.
+
+        The library is loaded again if the server lost it. A durable call must outlive the loss of a machine: raises
+        StoreUnavailable if too few replicas follow.
+        """
+        commands = [self._command(session_id, function, *args)]
+        key = str(commands[0][3])
+        if durable and self._wait_replicas:
+            # Told twice, a function writes nothing, and a connection's wait is for what it wrote itself: the SET is.
+            commands += [("SET", f"{key}:waited", 1, "PX", 1), ("WAIT", self._wait_replicas, _WAIT_MS)]
+        async with self._calling():
+            replies = _raised(await self._with_library(commands, key=key))
+        if len(replies) > 1 and replies[-1] < self._wait_replicas:
+            raise StoreUnavailable(f"The store has too few replicas that follow ({replies[-1]}).")
+        return replies[0]
 
     async def call_many(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
-        """Calls as of ``call``, in one round trip; they may be done twice.
+        """Calls as of ``call``, in one round trip.
 
         One that the server refused is a StoreError among the replies. Raises StoreUnavailable if one of them is to be
         tried again; the others may be done by then.
         """
-        commands = [self._command(*call) for call in calls]
-        async with _translated():
-            replies = await self._pipeline(commands, raise_on_error=False)
-            if any(_is_unknown_function(reply) for reply in replies):
-                await self._load()
-                replies = await self._pipeline(commands, raise_on_error=False)
+        async with self._calling():
+            replies = await self._with_library([self._command(*call) for call in calls])
         ours = [_ours(reply) if isinstance(reply, Exception) else reply for reply in replies]
         for reply in ours:
             if isinstance(reply, StoreUnavailable):
@@ -119,18 +124,17 @@ class Server:
 
         Raises StoreUnavailable when the subscription breaks.
         """
-        subscription = self._redis.pubsub()
-        try:
-            async with _translated():
+        async with AsyncExitStack() as stack:
+            async with self._calling():
+                subscription = await self._nodes.pubsub()
+                stack.push_async_callback(subscription.aclose)
                 await subscription.subscribe(channel)
                 await subscription.get_message(timeout=None)  # the server's word that it holds
             yield self._listen(subscription)
-        finally:
-            await subscription.aclose()  # type: ignore[no-untyped-call]
 
     @staticmethod
     async def _listen(subscription: Any) -> AsyncIterator[bytes]:
-        async with _translated(deadline=False):
+        with _translated():
             while True:
                 message = await subscription.get_message(timeout=_TIMEOUT_S / 2)
                 if message is None:
@@ -143,33 +147,37 @@ class Server:
         names = keys.session_keys(session_id)
         return ("FCALL", f"{self._prefix}{function}", len(names), *names, session_id, *args)
 
-    async def _pipeline(self, commands: Iterable[Sequence[Any]], *, raise_on_error: bool) -> list[Any]:
-        pipe = self._redis.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)
-        return await pipe.execute(raise_on_error=raise_on_error)
+    async def _with_library(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
+        replies = await self._nodes.pipeline(commands, key=key)
+        if any(_is_unknown_function(reply) for reply in replies):
+            await self._nodes.load(self._code)
+            replies = await self._nodes.pipeline(commands, key=key)
+        return replies
 
-    async def _load(self) -> None:
-        await self._redis.function_load(self._code, replace=True)
+    @asynccontextmanager
+    async def _calling(self) -> AsyncIterator[None]:
+        """Room for one call, a deadline, errors in our words.
+
+        Not redis-py's own deadline: it uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
+        """
+        with _translated():
+            async with asyncio.timeout(_TIMEOUT_S), self._room:
+                yield
 
 
-@asynccontextmanager
-async def _translated(*, deadline: bool = True) -> AsyncIterator[None]:
-    """redis-py's errors -> ours, and a deadline.
-
-    Not redis-py's own deadline: that one uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
-    """
+@contextmanager
+def _translated() -> Iterator[None]:
+    """redis-py's errors -> ours."""
     try:
-        async with asyncio.timeout(_TIMEOUT_S if deadline else None):
-            yield
-    except (RedisError, OSError, TimeoutError) as error:
+        yield
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
         raise _ours(error) from error
 
 
 def _ours(error: Exception) -> StoreError:
     """redis-py's error in our words: StoreUnavailable if the same call may be taken later."""
     match error:
-        case RedisConnectionError() | RedisTimeoutError() | OSError() | TimeoutError():
+        case RedisConnectionError() | RedisTimeoutError() | RedisClusterException() | OSError() | TimeoutError():
             return StoreUnavailable(f"The store can not be reached ({type(error).__name__}).")
         case ResponseError() if _passes(error):
             return StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).")
@@ -180,10 +188,18 @@ def _ours(error: Exception) -> StoreError:
 
 
 def _passes(error: ResponseError) -> bool:
-    """Whether this is the answer of a server that starts, fails over or is full: it will take the same call later."""
-    passing = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "BUSY")
-    return str(error).split(" ", 1)[0] in passing or _is_unknown_function(error)
+    """Whether the same call may be taken later."""
+    code = error.status_code or str(error).split(" ", 1)[0]  # redis-py takes the codes that it knows off the message
+    return code in _PASSING or _is_unknown_function(error)
 
 
 def _is_unknown_function(error: object) -> bool:
     return isinstance(error, ResponseError) and "function not found" in str(error).lower()
+
+
+def _raised(replies: list[Any]) -> list[Any]:
+    """The replies, if none is an error; else the first that is one is raised."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies

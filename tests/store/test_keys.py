@@ -26,9 +26,15 @@ def test_each_user_has_an_index() -> None:
     assert len({keys.user_sessions(principal) for principal in principals}) == 4
 
 
+def test_all_leases_lie_on_one_node_of_a_cluster() -> None:
+    """A replica that can renew its own can read all others."""
+    slots = {key_slot(key.encode()) for key in (keys.REPLICAS, keys.replica("replica_1"), keys.replica("replica_2"))}
+    assert len(slots) == 1
+
+
 def test_a_replica_has_a_lease_and_an_inbox() -> None:
     """Under its own id, apart from sessions and users."""
-    assert keys.replica("replica_1") == "chat:replica:replica_1"
+    assert keys.replica("replica_1") == "chat:{replicas}:replica_1"
     assert keys.inbox("replica_1") == "chat:replica:replica_1:inbox"
     everything = {keys.replica("x"), keys.inbox("x"), keys.user_sessions(Principal("x", "x")), *keys.session_keys("x")}
     assert len(everything | {keys.REPLICAS, keys.RUNNING}) == 15

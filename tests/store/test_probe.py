@@ -12,30 +12,10 @@ from chat_server.errors import StartError, StoreUnavailable
 from chat_server.settings import Secret
 from chat_server.store import probe
 from chat_server.store.embedded import EmbeddedValkey
-from chat_server.store.probe import place_of, probe_store
+from chat_server.store.probe import probe_store
+from tests.support.valkeys import valkey_cluster, valkey_sentinel
 
 pytestmark = pytest.mark.valkey
-
-
-@pytest.mark.parametrize(
-    ("url", "place"),
-    [
-        ("redis://store", "redis://store:6379"),
-        ("rediss://user:pass@store:7000/2?x=y", "rediss://store:7000"),
-        ("unix:///run/valkey.sock?db=1", "unix:///run/valkey.sock"),
-    ],
-)
-def test_a_place_shows_no_secret(url: str, place: str) -> None:
-    """What is shown of a URL has neither user nor password."""
-    assert place_of(Secret(url)) == place
-
-
-@pytest.mark.parametrize("url", ["store:6379", "http://store", "redis://", "redis://store:many", "redis://[::1", ""])
-def test_what_is_no_store_is_said_so(url: str) -> None:
-    """A wrong URL gives an example of a right one, and is not shown: it may hold a password."""
-    with pytest.raises(StartError, match="Example: --redis") as error:
-        place_of(Secret(url))
-    assert len(url) < 9 or url not in str(error.value)
 
 
 async def test_a_store_says_who_it_is(tmp_path: Path) -> None:
@@ -48,6 +28,42 @@ async def test_a_store_says_who_it_is(tmp_path: Path) -> None:
     assert facts.server == "Valkey"
     assert int(facts.version.partition(".")[0]) >= 7
     assert facts.append_only
+
+
+async def test_a_cluster_is_asked_as_a_whole(tmp_path: Path) -> None:
+    """Each primary has to keep its data; and whoever takes a node for a single server is told."""
+    async with valkey_cluster(tmp_path) as cluster:
+        facts = await probe_store(Secret(cluster.url))
+        assert (facts.place, facts.server, facts.append_only) == (cluster.url, "Valkey", True)
+        await cluster.primaries[2].ask("CONFIG SET", "appendonly", "no")
+        assert not (await probe_store(Secret(cluster.url))).append_only
+        with pytest.raises(StartError, match=r"write redis\+cluster://"):
+            await probe_store(Secret(f"redis://127.0.0.1:{cluster.primaries[1].port}"))
+        for server in (*cluster.primaries, cluster.replica):
+            await server.ask("CONFIG SET", "requirepass", "right")
+        with pytest.raises(StartError, match="refuses us") as error:
+            await probe_store(Secret(cluster.url.replace("//", "//:wrong-one@")))
+        assert "wrong-one" not in str(error.value)
+        assert (await probe_store(Secret(cluster.url.replace("//", "//:right@")))).server == "Valkey"
+
+
+async def test_what_sentinel_names_is_asked(tmp_path: Path) -> None:
+    """Not the daemon, which is told from a store; a name that it does not know may come to be known."""
+    async with valkey_sentinel(tmp_path) as watched:
+        facts = await probe_store(Secret(watched.url))
+        assert (facts.place, facts.append_only) == (watched.url, True)
+        with pytest.raises(StoreUnavailable, match="look at its name"):
+            await probe_store(Secret(watched.url.replace("/main", "/other")))
+        with pytest.raises(StartError, match=r"write redis\+sentinel://"):
+            await probe_store(Secret(f"redis://127.0.0.1:{watched.daemons[0].port}"))
+        with pytest.raises(StoreUnavailable, match="is a replica"):
+            await probe_store(Secret(f"redis://127.0.0.1:{watched.replica.port}"))
+        with pytest.raises(StartError, match="is no cluster"):
+            await probe_store(Secret(f"redis+cluster://127.0.0.1:{watched.server.port}"))
+        await watched.server.ask("CONFIG SET", "requirepass", "right")
+        with pytest.raises(StartError, match="refuses us"):
+            await probe_store(Secret(watched.url))
+        assert (await probe_store(Secret(watched.url.replace("//", "//:right@")))).server == "Valkey"
 
 
 async def test_a_wrong_password_is_not_waited_for(tmp_path: Path) -> None:
@@ -131,3 +147,6 @@ async def test_what_is_no_store_is_not_waited_for() -> None:
             await probe_store(Secret(url))
         with pytest.raises(StartError, match="not known"):
             await probe_store(Secret(f"{url}?foo=bar"))
+        for kind in ("cluster://a", "sentinel://a/main"):
+            with pytest.raises(StartError, match="not known"):
+                await probe_store(Secret(f"redis+{kind}?foo=bar"))

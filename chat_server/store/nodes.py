@@ -1,0 +1,163 @@
+"""The machines under the store, through redis-py: one that takes writes, or a cluster of them.
+
+Both do the same things; what follows a failover is here. Deadlines, and errors in our words, are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import redis.asyncio as redis_asyncio
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError
+
+from chat_server.store.address import Address
+
+_CONNECT_TIMEOUT_S = 2.0
+#: seconds that one daemon of Sentinel has for its answer; then the next is asked.
+_SENTINEL_TIMEOUT_S = 1.0
+
+
+class Nodes(Protocol):
+    """What ``connect`` gives."""
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
+        """Send commands in one round trip; the replies, an exception where one failed. Raises if none was answered.
+
+        Each goes to the node that holds its first key; all, over one connection, to the one that holds ``key``.
+        """
+
+    async def load(self, code: str) -> None:
+        """Load a library of functions wherever they may be called."""
+
+    async def pubsub(self) -> PubSub:
+        """A new subscription."""
+
+    async def info(self) -> list[dict[str, Any]]:
+        """What each server that takes writes says of itself."""
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+
+
+def connect(address: Address, *, max_connections: int) -> Nodes:
+    """A client of the store at this address; it connects when first used.
+
+    The caller has at most ``max_connections`` calls under way, and a few subscriptions. Raises TypeError for an option
+    in the URL that redis-py does not know, at the latest on the first use.
+    """
+    options = {
+        "max_connections": max_connections + 8,
+        "socket_timeout": None,  # the caller has a deadline
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        **address.options,
+    }
+    if address.kind == "cluster":
+        return Cluster(address.nodes, options)
+    options |= {
+        "retry": Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
+        "retry_on_error": [RedisConnectionError],
+    }
+    if address.kind == "server":
+        return Single(redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options)))
+    daemons = {
+        "socket_timeout": _SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),
+        **address.sentinel_options,
+    }
+    sentinel = Sentinel(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
+    pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
+    return Single(redis_asyncio.Redis.from_pool(pool), sentinel)
+
+
+class Single:
+    """One server that takes writes: the one at the address, or whichever Sentinel says is it."""
+
+    def __init__(self, client: redis_asyncio.Redis, sentinel: Sentinel | None = None) -> None:
+        self._client = client
+        self._sentinel = sentinel
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
+        pipe = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        return await pipe.execute(raise_on_error=False)
+
+    async def load(self, code: str) -> None:
+        await self._client.function_load(code, replace=True)
+
+    async def pubsub(self) -> PubSub:
+        return self._client.pubsub()
+
+    async def info(self) -> list[dict[str, Any]]:
+        return [await self._client.info()]
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+        if self._sentinel is not None:
+            await self._sentinel.aclose()
+
+
+class Cluster:
+    """A cluster. Each command is sent to the node that holds its first key's slot.
+
+    redis-py would find that key by asking a node, for each FCALL anew; so the node is named here.
+    """
+
+    def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> None:
+        self._client = RedisCluster(
+            startup_nodes=[ClusterNode(*node) for node in nodes], retry=Retry(NoBackoff(), 0), **options
+        )
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
+        await self._client.initialize()
+        try:
+            replies = await self._send(commands, key)
+        except RedisCluster.ERRORS_ALLOW_RETRY as error:
+            replies = [error]
+        if any(isinstance(reply, (*RedisCluster.ERRORS_ALLOW_RETRY, ReadOnlyError)) for reply in replies):
+            # A connection went stale, or another node took over.
+            await self._client.nodes_manager.initialize()
+            replies = await self._send(commands, key)
+        return replies
+
+    async def _send(self, commands: Sequence[Sequence[Any]], key: str | None) -> list[Any]:
+        pipe = self._client.pipeline()
+        for command in commands:
+            pipe.execute_command(*command, target_nodes=[self._node(key or first_key(command))])
+        return await pipe.execute(raise_on_error=False)
+
+    def _node(self, key: str | None) -> ClusterNode:
+        if key is None:
+            return self._client.get_default_node()
+        return self._client.nodes_manager.get_node_from_slot(self._client.keyslot(key))
+
+    async def load(self, code: str) -> None:
+        await self._client.initialize()
+        await self._client.function_load(code, replace=True)  # redis-py knows that it is for all primaries
+
+    async def pubsub(self) -> PubSub:
+        await self._client.initialize()
+        # Nodes tell each other what is published, so any will do; another one next time.
+        return self._client.pubsub(node=self._client.get_random_node())
+
+    async def info(self) -> list[dict[str, Any]]:
+        await self._client.initialize()
+        primaries = self._client.get_primaries()
+        return [await self._client.info(target_nodes=node) for node in primaries]
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+def first_key(command: Sequence[Any]) -> str | None:
+    """Of the commands that the store uses."""
+    at = 3 if command[0] == "FCALL" else 1
+    return str(command[at]) if len(command) > at else None

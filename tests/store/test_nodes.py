@@ -1,0 +1,296 @@
+"""The store on several machines: a cluster, a server with a replica, Sentinel; all of them real."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import pytest_asyncio
+from redis.crc import key_slot
+
+from chat_server.core.ids import new_id
+from chat_server.core.items import SessionSettings
+from chat_server.core.placement import Binding
+from chat_server.errors import StoreUnavailable
+from chat_server.store import keys
+from chat_server.store import server as server_module
+from chat_server.store.redis import Store
+from tests.store.sessions import ANN, MODEL, add, begin, commit, end, ids, item, new_session, store_at
+from tests.support.valkeys import Cluster, valkey_cluster, valkey_pair, valkey_sentinel
+
+pytestmark = [pytest.mark.valkey, pytest.mark.asyncio(loop_scope="module")]
+
+T = TypeVar("T")
+#: Seconds in which another server must have taken over.
+FAILOVER_S = 20.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One cluster for those tests that leave it whole."""
+    async with valkey_cluster(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stores(cluster: Cluster) -> AsyncIterator[Callable[..., Store]]:
+    """Makes stores on the cluster, one for each replica that a test plays."""
+    async with AsyncExitStack() as stack:
+
+        def make(**how: Any) -> Store:
+            store = store_at(cluster.url, **how)
+            stack.push_async_callback(store.close)
+            return store
+
+        await make().open()
+        yield make
+
+
+async def sessions_on_each(cluster: Cluster, store: Store) -> list[str]:
+    """A new session on each primary, in their order."""
+    found: dict[int, str] = {}
+    while len(found) < len(cluster.primaries):
+        session_id = await new_session(store)
+        found[cluster.primary_of(session_id)] = session_id
+    return [found[at] for at in sorted(found)]
+
+
+async def as_soon_as_it_can(operation: Callable[[], Awaitable[T]]) -> T:
+    """Repeat an operation as long as the store is away, as everything in the server does."""
+    async with asyncio.timeout(FAILOVER_S):
+        while True:
+            try:
+                return await operation()
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_cluster_does_all_that_one_server_does(cluster: Cluster, stores: Callable[..., Store]) -> None:
+    """Each session on its node; text of all of them in one round trip; what belongs to no session too."""
+    store = stores()
+    sessions = await sessions_on_each(cluster, store)
+    asked = [(await begin(store, session_id))[0] for session_id in sessions]
+    for before, text in (("", "Hello"), ("Hello", "!")):
+        replies = await store.commit(
+            [commit(session_id, one, text, before) for session_id, one in zip(sessions, asked, strict=True)]
+        )
+        assert replies == ["ok"] * 3
+    for session_id, one in zip(sessions, asked, strict=True):
+        assert await store.bind(session_id, None, Binding("engine", "1")) == Binding("engine", "1")
+        assert isinstance(await end(store, session_id, one, "Hello!", stored="Hello!"), bytes)
+        await add(store, session_id, item(id="mine"))
+        stored = await store.get_item(session_id, one.item_id)
+        assert stored is not None
+        assert stored.text == "Hello!"
+        assert await ids(store, session_id) == [one.item_id, "mine"]
+        await store.note_session(ANN, session_id, 10_000_000)
+    assert await store.session_count(ANN, 10_000_000) == 3
+    await store.ping()
+    other = stores()
+    await store.renew_lease(1_000_000)
+    assert await other.is_alive(store.replica_id)
+    await other.forget_replicas()
+    assert not await other.is_alive(store.replica_id)
+    await store.renew_lease(1_000_000)
+    await store.drop_lease()
+    assert not await other.is_alive(store.replica_id)
+
+
+async def test_every_node_hears_what_any_node_tells(cluster: Cluster, stores: Callable[..., Store]) -> None:
+    """Wherever a replica is subscribed, and wherever the session lies."""
+    teller = stores()
+    sessions = await sessions_on_each(cluster, teller)
+    for _ in range(8):  # each subscription is on a node drawn by chance
+        listener = stores()
+        async with listener.inbox() as inbox:
+            for session_id in sessions:
+                await listener.watch(session_id)
+                added = await teller.add_item(session_id, item(), None)
+                assert added is not None
+                async with asyncio.timeout(5):
+                    assert await anext(inbox) == added.message
+                await listener.unwatch(session_id)
+
+
+async def test_functions_that_one_node_lost_are_loaded_again(cluster: Cluster, stores: Callable[..., Store]) -> None:
+    """By whichever operation comes to it first, while the others have them."""
+    store = stores()
+    sessions = await sessions_on_each(cluster, store)
+    for server, session_id in zip(cluster.primaries, sessions, strict=True):
+        await server.ask("FUNCTION FLUSH")
+        assert await store.watch(session_id) is not None
+    asked = [(await begin(store, session_id))[0] for session_id in sessions]
+    await cluster.primaries[1].ask("FUNCTION FLUSH")
+    commits = [commit(session_id, one, "Hello") for session_id, one in zip(sessions, asked, strict=True)]
+    assert await store.commit(commits) == ["ok"] * 3
+
+
+async def test_slots_may_move(cluster: Cluster, stores: Callable[..., Store]) -> None:
+    """A node that has given a session's slot away names the new one, and that one is asked."""
+    store, session_id = stores(), new_id("sess")
+    while cluster.primary_of(session_id) != 1:
+        session_id = new_id("sess")
+    before = await new_session(store)
+    slot = key_slot(keys.session_keys(session_id)[0].encode())
+    old, new = cluster.primaries[1], cluster.primaries[2]
+    try:
+        await give(cluster, slot, await new.ask("CLUSTER MYID"))
+        await store.create_session(session_id, ANN, MODEL, SessionSettings())
+        await add(store, session_id, item())
+        asked, _ = await begin(store, session_id)
+        assert await store.commit([commit(session_id, asked, "Hello")]) == ["ok"]
+        assert await new.ask("CLUSTER COUNTKEYSINSLOT", slot) > 0
+        assert await store.watch(before) is not None
+    finally:
+        for key in keys.session_keys(session_id):
+            await new.ask("DEL", key)
+        await give(cluster, slot, await old.ask("CLUSTER MYID"))
+
+
+async def give(cluster: Cluster, slot: int, node: str) -> None:
+    """Tell every primary who has a slot, which is empty."""
+    for server in (*cluster.primaries[1:], cluster.primaries[0]):
+        assert await server.ask("CLUSTER SETSLOT", slot, "NODE", node)
+
+
+async def test_many_calls_share_few_connections(cluster: Cluster, stores: Callable[..., Store]) -> None:
+    """Who finds none waits; nobody is refused."""
+    store = stores(max_connections=3, max_items=1000)
+    sessions = await sessions_on_each(cluster, store)
+    await asyncio.gather(*(add(store, session_id, item()) for _ in range(60) for session_id in sessions))
+    assert [len(await ids(store, session_id)) for session_id in sessions] == [60] * 3
+    for server in cluster.primaries:
+        clients = await server.ask("CLIENT LIST", "TYPE", "NORMAL")
+        assert len(clients) < 40
+
+
+async def test_a_call_to_a_cluster_can_be_cancelled_at_any_moment(
+    cluster: Cluster, stores: Callable[..., Store]
+) -> None:
+    """The cancellation is never lost, and nobody gets the answer to another's question."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    store = stores()
+    sessions = await sessions_on_each(cluster, store)
+    for session_id in sessions:
+        await add(store, session_id, item(session_id, id="mine"))
+
+    async def look_for_ever() -> None:
+        while True:
+            session_id = dice.choice(sessions)
+            found = await store.get_item(session_id, "mine")
+            assert found is not None
+            assert found.text == session_id
+
+    for _ in range(200):
+        tasks = [asyncio.create_task(look_for_ever()) for _ in range(3)]
+        for _ in range(dice.randrange(30)):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        done, late = await asyncio.wait(tasks, timeout=5)
+        assert not late, "the cancellation was swallowed"
+        for task in done:
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_one_node_that_hangs_leaves_the_others(
+    cluster: Cluster, stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies on it is away, after a deadline; what lies elsewhere is not; then all goes on."""
+    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.2)
+    store = stores()
+    sessions = await sessions_on_each(cluster, store)
+    cluster.primaries[1].tell(signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreUnavailable):
+            await add(store, sessions[1], item())
+        for session_id in (sessions[0], sessions[2]):
+            await add(store, session_id, item())
+    finally:
+        cluster.primaries[1].tell(signal.SIGCONT)
+    await as_soon_as_it_can(lambda: add(store, sessions[1], item()))
+
+
+async def test_a_replica_of_a_cluster_takes_over(tmp_path: Path) -> None:
+    """With all that was stored, and the functions loaded again if it lacks them; others' sessions go on meanwhile."""
+    async with valkey_cluster(tmp_path) as cluster, AsyncExitStack() as stack:
+        store = store_at(cluster.url)
+        stack.push_async_callback(store.close)
+        await store.open()
+        sessions = await sessions_on_each(cluster, store)
+        asked, _ = await begin(store, sessions[0])
+        await store.commit([commit(sessions[0], asked, "Hello")])
+        await cluster.primaries[0].end(signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            await store.commit([commit(sessions[0], asked, "!", "Hello")])
+        for session_id in sessions[1:]:
+            await add(store, session_id, item())
+        await cluster.promoted()
+        await as_soon_as_it_can(lambda: store.watch(sessions[0]))
+        await cluster.replica.ask("FUNCTION FLUSH")
+        assert await store.commit([commit(sessions[0], asked, "!", "Hello")]) == ["ok"]
+        assert isinstance(await end(store, sessions[0], asked, "Hello!", stored="Hello!"), bytes)
+
+
+@pytest.mark.parametrize("daemons", [1, 3])
+async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> None:
+    """The old one died: the replica becomes the server, for calls and for the inbox."""
+    async with valkey_sentinel(tmp_path, daemons=daemons) as watched, AsyncExitStack() as stack:
+        one, two = store_at(watched.url), store_at(watched.url)
+        for store in (one, two):
+            stack.push_async_callback(store.close)
+        await one.open()
+        session_id = await new_session(one)
+        asked, _ = await begin(one, session_id)
+        await one.commit([commit(session_id, asked, "Hello")])
+        async with two.inbox() as inbox:
+            await watched.server.end(signal.SIGKILL)
+            with pytest.raises(StoreUnavailable):
+                await anext(inbox)
+        more = [commit(session_id, asked, "!", "Hello")]
+        assert await as_soon_as_it_can(lambda: one.commit(more)) == ["ok"]
+        await two.watch(session_id)
+        async with two.inbox() as inbox:
+            message = await end(one, session_id, asked, "Hello!", stored="Hello!")
+            async with asyncio.timeout(5):
+                assert await anext(inbox) == message
+
+
+async def test_what_must_not_be_lost_waits_for_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Begin and an End are done when a replica has them, however often they are told; other calls do not wait."""
+    monkeypatch.setattr(server_module, "_WAIT_MS", 100)
+    async with valkey_pair(tmp_path) as (server, replica), AsyncExitStack() as stack:
+        # The second time over another connection, as after a lost reply: it writes nothing, and still must wait.
+        first, again = (store_at(f"redis://127.0.0.1:{server.port}", "replica_1", wait_replicas=1) for _ in range(2))
+        for store in (first, again):
+            stack.push_async_callback(store.close)
+        await first.open()
+        session_id = await new_session(first)
+        answer = {"id": new_id("resp"), "item_id": new_id("item")}
+        replica.tell(signal.SIGSTOP)
+        await add(first, session_id, item())
+        for store in (first, again):
+            with pytest.raises(StoreUnavailable, match="too few replicas"):
+                await begin(store, session_id, **answer)
+        replica.tell(signal.SIGCONT)
+        asked, _ = await as_soon_as_it_can(lambda: begin(again, session_id, **answer))
+        assert (await replica.ask("LRANGE", keys.session_keys(session_id)[2], 0, -1))[-1] == asked.item_id
+        replica.tell(signal.SIGSTOP)
+        assert await first.commit([commit(session_id, asked, "Hello")]) == ["ok"]
+        third = store_at(f"redis://127.0.0.1:{server.port}", "replica_1", wait_replicas=1)
+        stack.push_async_callback(third.close)
+        for store in (first, third):
+            with pytest.raises(StoreUnavailable, match="too few replicas"):
+                await end(store, session_id, asked, "Hello", stored="Hello")
+        replica.tell(signal.SIGCONT)
+        told = await as_soon_as_it_can(lambda: end(third, session_id, asked, "Hello", stored="Hello"))
+        assert isinstance(told, bytes)
