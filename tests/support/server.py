@@ -104,7 +104,7 @@ async def running_server(
 ) -> AsyncIterator[RunningServer]:
     """Valkey with its data in ``folder``, simulated engines, and our server on a free port in front of them.
 
-    ``settings`` replace fields of ``Settings``.
+    ``settings`` replace fields of ``Settings``; with a ``redis_url`` that store is used, which the caller runs.
     """
     async with AsyncExitStack() as stack:
         simulators = [await stack.enter_async_context(simulated_server(simulated)) for _ in range(engines)]
@@ -118,20 +118,25 @@ async def server_for(
 ) -> AsyncIterator[RunningServer]:
     """The same for engines that run already, of whatever kind."""
     async with AsyncExitStack() as stack:
-        valkey = EmbeddedValkey(folder)
-        stack.push_async_callback(valkey.stop)
-        redis_url = await valkey.start()
-        server = RunningServer(Settings(port=0, engines=addresses, data_dir=folder, **settings), redis_url, simulators)
+        made = Settings(port=0, engines=addresses, data_dir=folder, **settings)
+        if made.redis_url is None:
+            valkey = EmbeddedValkey(folder)
+            stack.push_async_callback(valkey.stop)
+            redis_url = await valkey.start()
+        else:
+            redis_url = made.redis_url.reveal()
+        server = RunningServer(made, redis_url, simulators)
         stack.push_async_callback(server.stop)
         await server.start()
         yield server
 
 
 @asynccontextmanager
-async def another(server: RunningServer) -> AsyncIterator[RunningServer]:
-    """A second replica beside ``server``, on the same store and engines."""
-    settings = replace(server.settings, port=0, redis_url=Secret(server.redis_url))
-    replica = RunningServer(settings, server.redis_url, server.engines)
+async def another(server: RunningServer, redis_url: str | None = None) -> AsyncIterator[RunningServer]:
+    """A second replica beside ``server``, on the same engines and store, which it may reach on another way."""
+    redis_url = redis_url or server.redis_url
+    settings = replace(server.settings, port=0, redis_url=Secret(redis_url))
+    replica = RunningServer(settings, redis_url, server.engines)
     await replica.start()
     try:
         yield replica
