@@ -6,6 +6,7 @@ Both do the same things; what follows a failover is here. Deadlines, and errors 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import redis.asyncio as redis_asyncio
@@ -14,14 +15,21 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterDownError, ReadOnlyError, SlotNotCoveredError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.store.address import Address
 
 _CONNECT_TIMEOUT_S = 2.0
 #: seconds that one daemon of Sentinel has for its answer; then the next is asked.
 _SENTINEL_TIMEOUT_S = 1.0
+#: seconds after which a connection to a node of a cluster is tried before it is used. (For others redis-py looks.)
+_STALE_S = 10.0
+
+#: replies that say that a command was not done, and those that leave it open.
+_REFUSED = (ReadOnlyError, ClusterDownError)
+_LOST = (RedisConnectionError, RedisTimeoutError)
 
 
 class Nodes(Protocol):
@@ -56,20 +64,17 @@ def connect(address: Address, *, max_connections: int) -> Nodes:
         "max_connections": max_connections + 8,
         "socket_timeout": None,  # the caller has a deadline
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),  # who did not get the answer may not ask again unseen: it may be done already
         **address.options,
     }
     if address.kind == "cluster":
         return Cluster(address.nodes, options)
-    options |= {
-        "retry": Retry(NoBackoff(), 1),  # a connection that went stale is replaced without a word
-        "retry_on_error": [RedisConnectionError],
-    }
     if address.kind == "server":
         return Single(redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options)))
     daemons = {
         "socket_timeout": _SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 0),
+        "retry": options["retry"],
         **address.sentinel_options,
     }
     sentinel = Sentinel(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
@@ -113,26 +118,32 @@ class Cluster:
 
     def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> None:
         self._client = RedisCluster(
-            startup_nodes=[ClusterNode(*node) for node in nodes], retry=Retry(NoBackoff(), 0), **options
+            startup_nodes=[ClusterNode(*node) for node in nodes], health_check_interval=_STALE_S, **options
         )
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         await self._client.initialize()
         try:
             replies = await self._send(commands, key)
-        except RedisCluster.ERRORS_ALLOW_RETRY as error:
-            replies = [error]
-        if any(isinstance(reply, (*RedisCluster.ERRORS_ALLOW_RETRY, ReadOnlyError)) for reply in replies):
-            # A connection went stale, or another node took over.
-            await self._client.nodes_manager.initialize()
-            replies = await self._send(commands, key)
-        return replies
+            refused = any(isinstance(reply, _REFUSED) for reply in replies)
+        except RedisCluster.ERRORS_ALLOW_RETRY:  # a connection that could not be made, or went stale: nothing was sent
+            refused, replies = True, []
+        if refused or any(isinstance(reply, _LOST) for reply in replies):
+            await self._look_again(commands, key)
+        return await self._send(commands, key) if refused else replies
 
     async def _send(self, commands: Sequence[Sequence[Any]], key: str | None) -> list[Any]:
         pipe = self._client.pipeline()
         for command in commands:
             pipe.execute_command(*command, target_nodes=[self._node(key or first_key(command))])
         return await pipe.execute(raise_on_error=False)
+
+    async def _look_again(self, commands: Sequence[Sequence[Any]], key: str | None) -> None:
+        """Where the slots are now; connections to where they were are not used again."""
+        with suppress(SlotNotCoveredError):
+            for node in {self._node(key or first_key(command)) for command in commands}:
+                await node.disconnect_free_connections()
+        await self._client.nodes_manager.initialize()
 
     def _node(self, key: str | None) -> ClusterNode:
         if key is None:

@@ -1,0 +1,285 @@
+"""The way to the store breaks, drags, or loses replies: everything is done once and told once, and no word is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import redis.asyncio
+
+from chat_server.core import close_codes
+from chat_server.core.ids import new_id
+from chat_server.engine.simulated import SimulatedOptions, answer_for
+from chat_server.settings import Secret
+from chat_server.store.embedded import EmbeddedValkey
+from tests.support.proxy import Proxy, proxy_to
+from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.ws import WsClient
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
+
+QUESTION = "Tell me more, in 100 words."
+#: an answer takes a second, or some: it still runs when the store is back
+BRISK, SLOW = (replace(QUICK, tokens_per_s=speed) for speed in (150.0, 45.0))
+WHOLE = answer_for([{"role": "user", "content": QUESTION}])
+DELTA = "response.output_text.delta"
+
+
+@dataclass
+class Setup:
+    """Two replicas on one Valkey: the first reaches it through ``proxy``, the second through ``other``."""
+
+    server: RunningServer
+    replica: RunningServer
+    proxy: Proxy
+    other: Proxy
+    url: str
+
+
+@asynccontextmanager
+async def setup(folder: Path, simulated: SimulatedOptions = QUICK) -> AsyncIterator[Setup]:
+    valkey = EmbeddedValkey(folder)
+    try:
+        url = await valkey.start()
+        async with (
+            proxy_to(url) as proxy,
+            proxy_to(url) as other,
+            running_server(folder, simulated=simulated, redis_url=Secret(proxy.url), heartbeat_s=0.3) as server,
+            another(server, other.url) as replica,
+        ):
+            yield Setup(server, replica, proxy, other, url)
+    finally:
+        await valkey.stop()
+
+
+async def ask(client: WsClient, deltas: int = 5) -> None:
+    """Ask the question and read the first of the answer."""
+    await client.say(QUESTION)
+    await client.send("response.create")
+    for _ in range(deltas):
+        await client.until(DELTA)
+
+
+async def whole(client: WsClient) -> None:
+    """Read the answer to its end: all of it."""
+    response = (await client.until("response.done"))["response"]
+    assert response["status"] == "completed"
+    assert response["output"][0]["content"][0]["text"] == WHOLE
+    assert list(client.texts.values()) == [WHOLE]
+
+
+async def stored(s: Setup, session_id: str) -> list[dict[str, Any]]:
+    """The conversation as somebody finds it who comes later."""
+    async with s.replica.connect(session_id=session_id, history="all") as client:
+        count = client.events[0]["item_count"]
+        return [(await client.until("conversation.item.done"))["item"] for _ in range(count)]
+
+
+async def ready(server: RunningServer) -> None:
+    """Wait until a server that was cut off serves sessions again."""
+    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{server.url}/readyz") as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_text_whose_reply_was_lost_is_stored_once(tmp_path: Path) -> None:
+    """Often, in one answer: each commit says where it is written."""
+    async with (
+        setup(tmp_path, BRISK) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one, 1)
+        for _ in range(4):
+            s.proxy.swallow(b"_commit\r\n")
+            await one.until(DELTA)
+            await asyncio.sleep(0.2)
+            assert s.proxy.swallowed == 1
+        for client in (one, two):
+            await whole(client)
+        _, answer = await stored(s, one.session["id"])
+        assert answer["content"][0]["text"] == WHOLE
+
+
+async def test_an_end_whose_reply_was_lost_is_told_once(tmp_path: Path) -> None:
+    """It is told again with the same token, and answered as the first time; the conversation goes on."""
+    async with (
+        setup(tmp_path, BRISK) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one)
+        s.proxy.swallow(b"_finish\r\n", 3)
+        for client in (one, two):
+            await whole(client)
+        assert s.proxy.swallowed == 3
+        assert (await one.turn("And then? In 5 words.")).response["status"] == "completed"
+        assert len(await stored(s, one.session["id"])) == 4
+
+
+async def test_an_item_whose_reply_was_lost_is_there_once(tmp_path: Path) -> None:
+    """The client hears that the store is away, and says it again under the same id; nobody sees it twice."""
+    async with (
+        setup(tmp_path) as s,
+        s.server.connect() as one,
+        s.replica.connect(session_id=one.session["id"]) as two,
+    ):
+        s.proxy.swallow(b"_item_add\r\n")
+        content = [{"type": "input_text", "text": "Hello"}]
+        item = {"id": new_id("item"), "type": "message", "role": "user", "content": content}
+        await one.send("conversation.item.create", item=item)
+        assert (await one.error("store_unavailable"))["retryable"]
+        assert (await two.until("conversation.item.done"))["item"]["id"] == item["id"]
+        assert s.proxy.swallowed == 1
+        assert await one.closed() == close_codes.RESTART
+        async with s.server.connect(session_id=one.session["id"]) as again:
+            assert again.events[0]["item_count"] == 1
+            await again.send("conversation.item.create", item=item)
+            assert (await again.until("conversation.item.done"))["duplicate"]
+            assert (await again.turn("And then? In 5 words.")).response["status"] == "completed"
+        await two.until("response.done")
+        assert [item["content"][0]["text"] for item in await stored(s, one.session["id"])][:2] == [
+            "Hello",
+            "And then? In 5 words.",
+        ]
+
+
+async def test_a_begin_whose_reply_was_lost_is_one_answer(tmp_path: Path) -> None:
+    """The client hears that the store is away, comes back and asks again: it is the same answer, told to everybody."""
+    async with (
+        setup(tmp_path, BRISK) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        item = await one.say(QUESTION)
+        s.proxy.swallow(b"_begin\r\n")
+        await one.send("response.create", in_reply_to=item["id"])
+        assert (await one.error("store_unavailable"))["retryable"]
+        assert s.proxy.swallowed == 1
+        assert await one.closed() == close_codes.RESTART
+        async with s.server.connect(session_id=one.session["id"], extensions=1, history="all") as again:
+            await again.send("response.create", in_reply_to=item["id"])
+            for client in (again, two):
+                await whole(client)
+        assert len(await stored(s, one.session["id"])) == 2
+
+
+async def test_a_slow_store_slows_and_loses_nothing(tmp_path: Path) -> None:
+    """A second for each reply: the text comes in larger pieces."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one)
+        s.proxy.delay_s = s.other.delay_s = 1.0
+        for client in (one, two):
+            await whole(client)
+        s.proxy.delay_s = s.other.delay_s = 0.0
+        assert (await two.turn("And then? In 5 words.")).response["status"] == "completed"
+
+
+@pytest.mark.parametrize("how", ["cut", "silent"])
+async def test_a_store_that_is_away_in_mid_answer(tmp_path: Path, how: str) -> None:
+    """Three seconds, for both replicas: the text pauses, the heartbeat says so, new turns are refused, all goes on."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+        s.server.connect(extensions=1) as bystander,
+    ):
+        await ask(one)
+        for proxy in (s.proxy, s.other):
+            if how == "cut":
+                proxy.closed = True
+                proxy.cut()
+            else:
+                proxy.hold()
+        began = time.monotonic()
+        while (await one.until("heartbeat"))["state"] != "waiting":
+            pass
+        if how == "cut":
+            await bystander.send("response.create")
+            assert (await bystander.error("store_unavailable"))["retryable"]
+        await asyncio.sleep(3 - (time.monotonic() - began))
+        for proxy in (s.proxy, s.other):
+            proxy.closed = False
+            proxy.release()
+        for client in (one, two):
+            await whole(client)
+        assert (await two.turn("And then? In 5 words.")).response["status"] == "completed"
+
+
+async def test_a_subscriber_that_is_cut_misses_nothing(tmp_path: Path) -> None:
+    """The store ends all subscriptions, twice: what was said meanwhile is read up, and nobody notices."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+        redis.asyncio.Redis.from_url(s.url) as admin,
+    ):
+        await ask(one)
+        for _ in range(2):
+            while await admin.client_kill_filter(_type="pubsub") < 2:  # both replicas are subscribed, or will be
+                await asyncio.sleep(0.05)
+        for client in (one, two):
+            await whole(client)
+
+
+async def test_a_subscriber_that_is_cut_by_its_buffer_limit_misses_nothing(tmp_path: Path) -> None:
+    """A large message ends the subscription, and is lost with it: the client comes back and has every word."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+        redis.asyncio.Redis.from_url(s.url) as admin,
+    ):
+        await ask(one)
+        await two.until(DELTA)
+        await admin.config_set("client-output-buffer-limit", "pubsub 1 0 0")  # what does not go out at once is too much
+        large = await one.say("large " * 20_000)
+        assert (await admin.info("stats"))["client_output_buffer_limit_disconnections"] == 1
+        assert await two.closed() == close_codes.RESTART
+        delta = next(event for event in reversed(two.events) if event["type"] == DELTA)
+        [(item_id, text)] = two.texts.items()
+        held = {"response_id": delta["response_id"], "epoch": delta["epoch"], "offset": len(text)}
+        async with s.replica.connect(session_id=one.session["id"], extensions=1, **held) as again:
+            again.texts[item_id] = text
+            for client in (one, again):
+                await whole(client)
+        assert [item["id"] for item in await stored(s, one.session["id"])][1:] == [item_id, large["id"]]
+
+
+async def test_one_replica_that_is_cut_off_harms_nobody(tmp_path: Path) -> None:
+    """The other goes on with its answers after its lease; when it is back, its clients have to come back too."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one)
+        s.proxy.closed = True
+        s.proxy.cut()
+        while (await one.until("heartbeat"))["state"] != "waiting":
+            pass
+        await whole(two)
+        assert (await two.turn("And then? In 5 words.")).response["status"] == "completed"
+        s.proxy.closed = False
+        assert await one.closed() == close_codes.RESTART
+        [heard] = one.texts.values()
+        assert WHOLE.startswith(heard), "nothing was told that is not stored"
+        conversation = await stored(s, one.session["id"])
+        assert len(conversation) == 4
+        await ready(s.server)
+        async with s.server.connect(session_id=one.session["id"], history="all") as client:
+            assert [(await client.until("conversation.item.done"))["item"] for _ in range(4)] == conversation
