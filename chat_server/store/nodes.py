@@ -41,6 +41,9 @@ class Nodes(Protocol):
         Each goes to the node that holds its first key; all, over one connection, to the one that holds ``key``.
         """
 
+    def doubt(self) -> None:
+        """A call had no answer in time: its machine may be gone without a word, and another one in its place."""
+
     async def load(self, code: str) -> None:
         """Load a library of functions wherever they may be called."""
 
@@ -88,12 +91,19 @@ class Single:
     def __init__(self, client: redis_asyncio.Redis, sentinel: Sentinel | None = None) -> None:
         self._client = client
         self._sentinel = sentinel
+        self._doubted = False
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
+        if self._doubted:
+            self._doubted = False
+            await self._client.connection_pool.disconnect(inuse_connections=False)
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
         return await pipe.execute(raise_on_error=False)
+
+    def doubt(self) -> None:
+        self._doubted = True
 
     async def load(self, code: str) -> None:
         await self._client.function_load(code, replace=True)
@@ -120,10 +130,14 @@ class Cluster:
         self._client = RedisCluster(
             startup_nodes=[ClusterNode(*node) for node in nodes], health_check_interval=_STALE_S, **options
         )
+        self._doubted = False
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         await self._client.initialize()
         try:
+            if self._doubted:
+                self._doubted = False
+                await self._look_again(commands, key)
             replies = await self._send(commands, key)
             refused = any(isinstance(reply, _REFUSED) for reply in replies)
         except RedisCluster.ERRORS_ALLOW_RETRY:  # a connection that could not be made, or went stale: nothing was sent
@@ -139,11 +153,16 @@ class Cluster:
         return await pipe.execute(raise_on_error=False)
 
     async def _look_again(self, commands: Sequence[Sequence[Any]], key: str | None) -> None:
-        """Where the slots are now; connections to where they were are not used again."""
+        """Where the slots are now. Connections to where they were are not used again; one of those is asked last."""
+        last = None
         with suppress(SlotNotCoveredError):
             for node in {self._node(key or first_key(command)) for command in commands}:
+                last = node.name
                 await node.disconnect_free_connections()
-        await self._client.nodes_manager.initialize()
+        await self._client.nodes_manager.initialize(last_failed_node_name=last)
+
+    def doubt(self) -> None:
+        self._doubted = True
 
     def _node(self, key: str | None) -> ClusterNode:
         if key is None:

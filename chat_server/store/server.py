@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib import resources
 from typing import Any
 
+from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -132,16 +133,21 @@ class Server:
                 await subscription.get_message(timeout=None)  # the server's word that it holds
             yield self._listen(subscription)
 
-    @staticmethod
-    async def _listen(subscription: Any) -> AsyncIterator[bytes]:
+    async def _listen(self, subscription: PubSub) -> AsyncIterator[bytes]:
+        asked = False
         with _translated():
             while True:
                 message = await subscription.get_message(timeout=_TIMEOUT_S / 2)
-                if message is None:
-                    continue
-                if message["type"] != "message":  # redis-py subscribed anew: what was said meanwhile is not known
+                if message is not None and message["type"] == "message":
+                    yield message["data"]
+                elif message is None and asked:
+                    self._nodes.doubt()
+                    raise StoreUnavailable("The subscription is silent.")
+                elif message is None:
+                    await subscription.ping()
+                elif message["type"] != "pong":  # redis-py subscribed anew: what was said meanwhile is not known
                     raise StoreUnavailable("The subscription broke.")
-                yield message["data"]
+                asked = message is None
 
     def _command(self, session_id: str, function: str, *args: Any) -> Sequence[Any]:
         names = keys.session_keys(session_id)
@@ -161,8 +167,12 @@ class Server:
         Not redis-py's own deadline: it uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
         """
         with _translated():
-            async with asyncio.timeout(_TIMEOUT_S), self._room:
-                yield
+            try:
+                async with asyncio.timeout(_TIMEOUT_S), self._room:
+                    yield
+            except TimeoutError:
+                self._nodes.doubt()
+                raise
 
 
 @contextmanager

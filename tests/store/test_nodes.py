@@ -265,6 +265,59 @@ async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> No
                 assert await anext(inbox) == message
 
 
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+async def test_a_machine_that_falls_silent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It neither answers nor closes its connections: whoever takes over is found all the same, by calls and inbox."""
+    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.5)
+    async with AsyncExitStack() as stack:
+        if kind == "cluster":
+            cluster = await stack.enter_async_context(valkey_cluster(tmp_path))
+            url, silent = cluster.url, cluster.primaries[0]
+        else:
+            watched = await stack.enter_async_context(valkey_sentinel(tmp_path))
+            url, silent = watched.url, watched.server
+        one, two = (store_at(url, max_items=1000) for _ in range(2))
+        for store in (one, two):
+            stack.push_async_callback(store.close)
+        await one.open()
+        session_id = await new_session(one)
+        while kind == "cluster" and cluster.primary_of(session_id) != 0:
+            session_id = await new_session(one)
+        asked, _ = await begin(one, session_id)
+        for _ in range(3):  # many connections that are used again
+            await asyncio.gather(*(one.watch(session_id) for _ in range(10)))
+        subscribed = asyncio.Event()
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def listen() -> None:
+            while True:
+                with suppress(StoreUnavailable):
+                    async with two.inbox() as inbox:
+                        await two.watch(session_id)
+                        subscribed.set()
+                        async for message in inbox:
+                            heard.put_nowait(message)
+                subscribed.clear()
+                await asyncio.sleep(0.05)
+
+        listening = asyncio.create_task(listen())
+        try:
+            await subscribed.wait()
+            silent.tell(signal.SIGSTOP)
+            text = [commit(session_id, asked, "Hello")]
+            assert await as_soon_as_it_can(lambda: one.commit(text)) == ["ok"]
+            while not heard.empty():
+                heard.get_nowait()
+            async with asyncio.timeout(FAILOVER_S):
+                while heard.empty():
+                    await add(one, session_id, item())
+                    await asyncio.sleep(0.1)
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+            silent.tell(signal.SIGCONT)
+
+
 async def test_what_must_not_be_lost_waits_for_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Begin and an End are done when a replica has them, however often they are told; other calls do not wait."""
     monkeypatch.setattr(server_module, "_WAIT_MS", 100)
