@@ -5,6 +5,7 @@ Both do the same things; what follows a failover is here. Deadlines, and errors 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -27,9 +28,15 @@ _SENTINEL_TIMEOUT_S = 1.0
 #: seconds after which a connection to a node of a cluster is tried before it is used. (For others redis-py looks.)
 _STALE_S = 10.0
 
-#: replies that say that a command was not done, and those that leave it open.
-_REFUSED = (ReadOnlyError, ClusterDownError)
-_LOST = (RedisConnectionError, RedisTimeoutError)
+#: errors that leave open whether a command was done; those of a cluster that say that it was not.
+_LOST = (RedisConnectionError, RedisTimeoutError, TimeoutError)
+
+
+class _NotSent(RedisConnectionError):
+    """A connection could not be made, or had gone stale."""
+
+
+_REFUSED = (_NotSent, ReadOnlyError, ClusterDownError, SlotNotCoveredError)
 
 
 class Nodes(Protocol):
@@ -40,9 +47,6 @@ class Nodes(Protocol):
 
         Each goes to the node that holds its first key; all, over one connection, to the one that holds ``key``.
         """
-
-    def doubt(self) -> None:
-        """A call had no answer in time: its machine may be gone without a word, and another one in its place."""
 
     async def load(self, code: str) -> None:
         """Load a library of functions wherever they may be called."""
@@ -57,23 +61,23 @@ class Nodes(Protocol):
         """Close all connections."""
 
 
-def connect(address: Address, *, max_connections: int) -> Nodes:
-    """A client of the store at this address; it connects when first used.
+def connect(address: Address, *, max_connections: int, timeout_s: float) -> Nodes:
+    """A client of the store at this address; it connects when first used. ``timeout_s``: for one answer.
 
     The caller has at most ``max_connections`` calls under way, and a few subscriptions. Raises TypeError for an option
     in the URL that redis-py does not know, at the latest on the first use.
     """
     options = {
         "max_connections": max_connections + 8,
-        "socket_timeout": None,  # the caller has a deadline
+        "socket_timeout": None,  # it goes by `asyncio.wait_for`, which in Python 3.11 may swallow a cancellation
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "retry": Retry(NoBackoff(), 0),  # who did not get the answer may not ask again unseen: it may be done already
         **address.options,
     }
     if address.kind == "cluster":
-        return Cluster(address.nodes, options)
+        return Cluster(address.nodes, options, timeout_s)
     if address.kind == "server":
-        return Single(redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options)))
+        return Single(redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options)), timeout_s)
     daemons = {
         "socket_timeout": _SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
@@ -82,28 +86,28 @@ def connect(address: Address, *, max_connections: int) -> Nodes:
     }
     sentinel = Sentinel(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
     pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
-    return Single(redis_asyncio.Redis.from_pool(pool), sentinel)
+    return Single(redis_asyncio.Redis.from_pool(pool), timeout_s, sentinel)
 
 
 class Single:
     """One server that takes writes: the one at the address, or whichever Sentinel says is it."""
 
-    def __init__(self, client: redis_asyncio.Redis, sentinel: Sentinel | None = None) -> None:
+    def __init__(self, client: redis_asyncio.Redis, timeout_s: float, sentinel: Sentinel | None = None) -> None:
         self._client = client
+        self._timeout_s = timeout_s
         self._sentinel = sentinel
-        self._doubted = False
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
-        if self._doubted:
-            self._doubted = False
-            await self._client.connection_pool.disconnect(inuse_connections=False)
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
-        return await pipe.execute(raise_on_error=False)
-
-    def doubt(self) -> None:
-        self._doubted = True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await pipe.execute(raise_on_error=False)
+        except _LOST:
+            # Its machine may be gone without a word: only new connections ask Sentinel where the server is now.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise
 
     async def load(self, code: str) -> None:
         await self._client.function_load(code, replace=True)
@@ -126,43 +130,65 @@ class Cluster:
     redis-py would find that key by asking a node, for each FCALL anew; so the node is named here.
     """
 
-    def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any], timeout_s: float) -> None:
         self._client = RedisCluster(
-            startup_nodes=[ClusterNode(*node) for node in nodes], health_check_interval=_STALE_S, **options
+            startup_nodes=[ClusterNode(*node) for node in nodes],
+            health_check_interval=_STALE_S,
+            require_full_coverage=False,  # who lies elsewhere goes on
+            **options,
         )
-        self._doubted = False
+        self._timeout_s = timeout_s
+        #: the node that left a call without an answer last: it is the last to be asked where the slots are.
+        self._silent: str | None = None
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         await self._client.initialize()
-        try:
-            if self._doubted:
-                self._doubted = False
-                await self._look_again(commands, key)
-            replies = await self._send(commands, key)
-            refused = any(isinstance(reply, _REFUSED) for reply in replies)
-        except RedisCluster.ERRORS_ALLOW_RETRY:  # a connection that could not be made, or went stale: nothing was sent
-            refused, replies = True, []
-        if refused or any(isinstance(reply, _LOST) for reply in replies):
-            await self._look_again(commands, key)
-        return await self._send(commands, key) if refused else replies
+        replies = await self._ask(commands, key)
+        if any(isinstance(reply, (*_LOST, *_REFUSED)) for reply in replies):
+            await self._look_again([c for c, r in zip(commands, replies, strict=True) if isinstance(r, Exception)], key)
+            refused = [at for at, reply in enumerate(replies) if isinstance(reply, _REFUSED)]
+            for at, reply in zip(refused, await self._ask([commands[at] for at in refused], key), strict=True):
+                replies[at] = reply
+        return replies
 
-    async def _send(self, commands: Sequence[Sequence[Any]], key: str | None) -> list[Any]:
+    async def _ask(self, commands: Sequence[Sequence[Any]], key: str | None) -> list[Any]:
+        """One round trip to each node side by side, so that one that is silent takes no other's answer away."""
+        replies: list[Any] = [None] * len(commands)
+        places: dict[ClusterNode, list[int]] = {}
+        for at, command in enumerate(commands):
+            try:
+                places.setdefault(self._node(key or first_key(command)), []).append(at)
+            except SlotNotCoveredError as error:
+                replies[at] = error
+
+        async def ask(node: ClusterNode, part: list[int]) -> None:
+            for at, reply in zip(part, await self._ask_node(node, [commands[at] for at in part]), strict=True):
+                replies[at] = reply
+
+        await asyncio.gather(*(ask(node, part) for node, part in places.items()))
+        return replies
+
+    async def _ask_node(self, node: ClusterNode, commands: Sequence[Sequence[Any]]) -> list[Any]:
         pipe = self._client.pipeline()
         for command in commands:
-            pipe.execute_command(*command, target_nodes=[self._node(key or first_key(command))])
-        return await pipe.execute(raise_on_error=False)
+            pipe.execute_command(*command, target_nodes=[node])
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await pipe.execute(raise_on_error=False)
+        except RedisConnectionError as error:
+            return [_NotSent(*error.args)] * len(commands)
+        except (RedisTimeoutError, TimeoutError) as error:
+            self._silent = node.name
+            return [error] * len(commands)
+        except ClusterDownError as error:
+            return [error] * len(commands)
 
     async def _look_again(self, commands: Sequence[Sequence[Any]], key: str | None) -> None:
-        """Where the slots are now. Connections to where they were are not used again; one of those is asked last."""
-        last = None
+        """Where the slots are now; connections to where they were are not used again."""
         with suppress(SlotNotCoveredError):
             for node in {self._node(key or first_key(command)) for command in commands}:
-                last = node.name
                 await node.disconnect_free_connections()
-        await self._client.nodes_manager.initialize(last_failed_node_name=last)
-
-    def doubt(self) -> None:
-        self._doubted = True
+        await self._client.nodes_manager.initialize(last_failed_node_name=self._silent)
 
     def _node(self, key: str | None) -> ClusterNode:
         if key is None:

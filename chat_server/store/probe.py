@@ -46,7 +46,7 @@ async def probe_store(url: Secret) -> StoreFacts:
     address = parse_address(url.reveal())
     place = address.place
     try:
-        nodes = connect(address, max_connections=1)
+        nodes = connect(address, max_connections=1, timeout_s=DEADLINE_S)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 infos = await nodes.info()

@@ -23,8 +23,10 @@ from chat_server.store import keys
 from chat_server.store.address import parse_address
 from chat_server.store.nodes import connect
 
-#: seconds for one call: a server that takes longer is away.
+#: seconds for one call: a server that takes longer is away. So much of it one answer may take: the rest is for finding
+#: out who is there in place of a machine that does not answer.
 _TIMEOUT_S = 5.0
+_ANSWER_SHARE = 0.6
 #: milliseconds that replicas have to follow a durable call.
 _WAIT_MS = 1000
 #: first words of the answers of a server that starts, fails over or is full: it will take the same call later.
@@ -60,7 +62,7 @@ class Server:
     def __init__(self, url: str, *, max_connections: int = 64, wait_replicas: int = 0) -> None:
         self._prefix, self._code = library()
         self._wait_replicas = wait_replicas
-        self._nodes = connect(parse_address(url), max_connections=max_connections)
+        self._nodes = connect(parse_address(url), max_connections=max_connections, timeout_s=_TIMEOUT_S * _ANSWER_SHARE)
         self._room = asyncio.Semaphore(max_connections)
 
     async def open(self) -> None:
@@ -141,7 +143,6 @@ class Server:
                 if message is not None and message["type"] == "message":
                     yield message["data"]
                 elif message is None and asked:
-                    self._nodes.doubt()
                     raise StoreUnavailable("The subscription is silent.")
                 elif message is None:
                     await subscription.ping()
@@ -162,17 +163,10 @@ class Server:
 
     @asynccontextmanager
     async def _calling(self) -> AsyncIterator[None]:
-        """Room for one call, a deadline, errors in our words.
-
-        Not redis-py's own deadline: it uses ``asyncio.wait_for``, which in Python 3.11 may swallow a cancellation.
-        """
+        """Room for one call, a deadline for all of it, errors in our words."""
         with _translated():
-            try:
-                async with asyncio.timeout(_TIMEOUT_S), self._room:
-                    yield
-            except TimeoutError:
-                self._nodes.doubt()
-                raise
+            async with asyncio.timeout(_TIMEOUT_S), self._room:
+                yield
 
 
 @contextmanager

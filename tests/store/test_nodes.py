@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -12,17 +13,23 @@ from typing import Any, TypeVar
 
 import pytest
 import pytest_asyncio
+import trustme
 from redis.crc import key_slot
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.core.ids import new_id
 from chat_server.core.items import SessionSettings
 from chat_server.core.placement import Binding
 from chat_server.errors import StoreUnavailable
 from chat_server.store import keys
+from chat_server.store import nodes as nodes_module
 from chat_server.store import server as server_module
+from chat_server.store.address import parse_address
+from chat_server.store.nodes import connect
 from chat_server.store.redis import Store
 from tests.store.sessions import ANN, MODEL, add, begin, commit, end, ids, item, new_session, store_at
-from tests.support.valkeys import Cluster, valkey_cluster, valkey_pair, valkey_sentinel
+from tests.support.proxy import proxy_to
+from tests.support.valkeys import Cluster, free_ports, lone_cluster, valkey_cluster, valkey_pair, valkey_sentinel
 
 pytestmark = [pytest.mark.valkey, pytest.mark.asyncio(loop_scope="module")]
 
@@ -206,7 +213,7 @@ async def test_one_node_that_hangs_leaves_the_others(
     cluster: Cluster, stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies on it is away, after a deadline; what lies elsewhere is not; then all goes on."""
-    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_module, "_TIMEOUT_S", 1.0)
     store = stores()
     sessions = await sessions_on_each(cluster, store)
     cluster.primaries[1].tell(signal.SIGSTOP)
@@ -310,12 +317,52 @@ async def test_a_machine_that_falls_silent_is_left(tmp_path: Path, monkeypatch: 
                 heard.get_nowait()
             async with asyncio.timeout(FAILOVER_S):
                 while heard.empty():
-                    await add(one, session_id, item())
+                    await as_soon_as_it_can(lambda: add(one, session_id, item()))
                     await asyncio.sleep(0.1)
         finally:
             listening.cancel()
             await asyncio.wait([listening])
             silent.tell(signal.SIGCONT)
+
+
+async def test_each_kind_of_store_may_speak_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate is checked against ``ssl_ca_certs``; without it nothing is told to whoever answers."""
+    monkeypatch.setattr(nodes_module, "_CONNECT_TIMEOUT_S", 1.5)
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    [port] = free_ports(1)
+    async with (
+        proxy_to(f"redis://127.0.0.1:{port}", tls) as proxy,
+        lone_cluster(tmp_path, port, proxy.port),
+        valkey_sentinel(tmp_path) as watched,
+        proxy_to(f"redis://127.0.0.1:{watched.server.port}", tls) as server,
+        proxy_to(f"redis://127.0.0.1:{watched.daemons[0].port}", tls) as daemon,
+    ):
+        for at in (f"rediss://127.0.0.1:{server.port}", f"rediss+cluster://127.0.0.1:{proxy.port}"):
+            store, blind = store_at(f"{at}?ssl_ca_certs={tmp_path}/ca.pem"), store_at(at)
+            try:
+                await store.open()
+                session_id = await new_session(store)
+                await add(store, session_id, item(id="mine"))
+                assert await ids(store, session_id) == ["mine"]
+                with pytest.raises(StoreUnavailable):
+                    await blind.open()
+            finally:
+                await store.close()
+                await blind.close()
+        # The daemon is reached; the server that it names is spoken to in TLS too, which this one does not understand.
+        nodes = connect(
+            parse_address(f"rediss+sentinel://127.0.0.1:{daemon.port}/main?ssl_ca_certs={tmp_path}/ca.pem"),
+            max_connections=1,
+            timeout_s=1.0,
+        )
+        try:
+            with pytest.raises(RedisTimeoutError, match="connecting"):
+                await nodes.info()
+        finally:
+            await nodes.aclose()
 
 
 async def test_what_must_not_be_lost_waits_for_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,10 +93,10 @@ async def test_a_store_that_hangs_is_unavailable(
     store: Store, raw: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a deadline, and the connections that waited are not used again with somebody else's answers."""
-    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.1)
     session_id = await new_session(store)
     await add(store, session_id, item(id="a"))
     pid = (await raw.info("server"))["process_id"]
+    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.1)
     os.kill(pid, signal.SIGSTOP)
     try:
         results = await asyncio.gather(*(store.ping() for _ in range(5)), return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -136,10 +137,10 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy_to(target: str) -> AsyncIterator[Proxy]:
-    """A proxy before the Valkey at this URL (``redis://`` or ``unix://``)."""
+async def proxy_to(target: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """A proxy before the Valkey at this URL (``redis://`` or ``unix://``), which itself may want TLS."""
     proxy = Proxy(target)
-    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0, ssl=tls)
     try:
         proxy.port = server.sockets[0].getsockname()[1]
         yield proxy

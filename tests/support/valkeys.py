@@ -105,7 +105,8 @@ async def valkey_cluster(folder: Path) -> AsyncIterator[Cluster]:
         servers = []
         for port, bus in zip(ports[:4], ports[4:], strict=True):
             arguments = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", str(GONE_MS))
-            servers.append(server := _server(binary, folder, port, *arguments))
+            alone = ("--cluster-require-full-coverage", "no")
+            servers.append(server := _server(binary, folder, port, *arguments, *alone))
             stack.push_async_callback(server.end, signal.SIGKILL)
         await asyncio.gather(*(server.start() for server in servers))
         *cluster.primaries, cluster.replica = servers
@@ -143,6 +144,32 @@ async def valkey_pair(folder: Path) -> AsyncIterator[tuple[Valkey, Valkey]]:
         yield server, replica
     finally:
         await replica.end(signal.SIGKILL)
+        await server.end(signal.SIGKILL)
+
+
+@asynccontextmanager
+async def lone_cluster(folder: Path, port: int, seen_at: int) -> AsyncIterator[None]:
+    """A cluster of one on ``port``, which tells that it is to be reached on ``seen_at``."""
+    arguments = (
+        "--cluster-enabled",
+        "yes",
+        "--cluster-announce-ip",
+        "127.0.0.1",
+        "--cluster-announce-port",
+        str(seen_at),
+    )
+    [bus] = free_ports(1)
+    server = _server(await asyncio.to_thread(find_binary), folder, port, *arguments, "--cluster-port", str(bus))
+    try:
+        await server.start()
+        await server.ask("CLUSTER ADDSLOTSRANGE", 0, _SLOTS - 1)
+
+        async def is_whole() -> bool:
+            return ((await server.ask("CLUSTER INFO")) or {}).get("cluster_state") == "ok"
+
+        await until(is_whole, "the cluster is whole")
+        yield
+    finally:
         await server.end(signal.SIGKILL)
 
 
