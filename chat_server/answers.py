@@ -195,6 +195,14 @@ class Answers:
             self._hub.apply(live, message)
         return True
 
+    async def write_again(self, live: LiveSession) -> bool:
+        """Write a session again that the store holds an older copy of, if we can. Holds the session's lock."""
+        if live.turn is not None:
+            return await self._restore(live, live.turn)
+        if live.id in self._ended:
+            return await self._restore_as(live.id, self._ended[live.id][1], live)
+        return False
+
     async def check_kept(self) -> None:
         """Whether the store still holds our answers, and those that ended a moment ago."""
         now = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -21,7 +23,7 @@ from chat_server.core.ids import new_id
 from chat_server.core.items import Item, ResponseObject, item_from_client
 from chat_server.core.response import Begun, Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
-from chat_server.errors import ClientError, StoreUnavailable
+from chat_server.errors import ClientError, StoreBehind, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import Connection, LiveSession
 from chat_server.private import PrivateAnswers
@@ -34,6 +36,8 @@ _UPDATE_TRIES = 100
 _UPDATE_WAIT_S = 0.02
 #: seconds that the deletion of a session waits for the end of its answer.
 _ENDS_S = 5.0
+#: seconds that a write waits for changes which the store lost to be written again.
+_RESTORED_S = 4.0
 
 T = TypeVar("T")
 
@@ -79,7 +83,12 @@ class Commands:
             )
         await self._store.note_session(live.owner, live.id, now_ms())
         async with live.lock:
-            added = _present(await self._store.add_item(live.id, item, event.previous_item_id))
+            added = _present(
+                await self._write(
+                    live,
+                    lambda known: self._store.add_item(live.id, item, event.previous_item_id, known=known),
+                )
+            )
             match added.kind:
                 case "ok":
                     await self._hub.apply_own(live, added.message)
@@ -105,7 +114,9 @@ class Commands:
         """Take an item out of the conversation. Raises ClientError."""
         async with live.lock:
             item = await self._store.get_item(live.id, item_id)
-            reply = await self._store.delete_item(live.id, item) if item else "gone"
+            if item is None:
+                raise _no_item(item_id, "item_id")
+            reply = await self._write(live, lambda known: self._store.delete_item(live.id, item, known=known))
             if reply == "gone":
                 raise _no_item(item_id, "item_id")
             if reply == "busy":
@@ -120,7 +131,8 @@ class Commands:
                 if item is None:
                     raise _no_item(event.item_id, "item_id")
                 shorter, text_end = session.truncated(item, event, new_id("epoch"))
-                reply = await self._store.truncate_item(live.id, item, shorter, text_end)
+                replace = functools.partial(self._store.truncate_item, live.id, item, shorter, text_end)
+                reply = await self._write(live, lambda known, replace=replace: replace(known=known))  # type: ignore[misc]
                 match reply:
                     case "stale":  # another replica changed it since we read it
                         continue
@@ -162,14 +174,20 @@ class Commands:
             begun = self._begun(live, event, params, asked)
             running = live.response
             told = connection.outbox.told(running.id) if running is not None else None
+            cut = event.seen if event.seen is not None else told or 0
+            response = Response(begun, previous_item_id=None)
             reply = _present(
-                await self._store.begin(
-                    live.id,
-                    Response(begun, previous_item_id=None),
-                    token,
-                    if_active=event.if_active,
-                    cuts=running.id if running is not None else "",
-                    cut=event.seen if event.seen is not None else told or 0,
+                await self._write(
+                    live,
+                    lambda known: self._store.begin(
+                        live.id,
+                        response,
+                        token,
+                        if_active=event.if_active,
+                        cuts=running.id if running is not None else "",
+                        cut=cut,
+                        known=known,
+                    ),
                 )
             )
             match reply.kind:
@@ -219,6 +237,19 @@ class Commands:
             live.unload()
             self._hub.apply(live, reply.messages[-1])
         self._answers.start(live, token, reply.items, reply.binding)
+
+    async def _write(self, live: LiveSession, write: Callable[[int], Awaitable[T]]) -> T:
+        """A write that must not hide that the store lost changes: first they are written again. Holds the lock.
+
+        If nobody does so in time, what is lost is lost.
+        """
+        for _ in range(round(_RESTORED_S / _UPDATE_WAIT_S)):
+            try:
+                return await write(live.known)
+            except StoreBehind:
+                if not await self._answers.write_again(live):
+                    await asyncio.sleep(_UPDATE_WAIT_S)
+        return await write(-1)
 
     async def _items(self, live: LiveSession) -> tuple[Item, ...]:
         _, _, items = _present(await self._store.last_items(live.id, 0))

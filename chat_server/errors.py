@@ -33,6 +33,10 @@ class StoreError(ChatServerError):
     """The store refused or failed."""
 
 
+class StoreBehind(StoreError):
+    """The store holds an older session than we know: it lost changes, and a write would hide that."""
+
+
 class StoreUnavailable(StoreError):
     """The store can not be reached. Nothing was lost; the same call may work later."""
 

@@ -286,7 +286,8 @@ class Response:
                     b',"delta":',
                     orjson.dumps(self.text(start)),
                     self._suffix,
-                    b'%d"}' % start,
+                    # two deltas may begin at the same place: the first then is empty, and takes text back
+                    b'%d_%d"}' % (start, self.length),
                 )
             )
         return self._frame

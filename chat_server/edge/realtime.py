@@ -45,6 +45,10 @@ from chat_server.turn import Conductor
 
 log = logging.getLogger(__name__)
 
+#: seconds that a connection which was let in waits for a store that is away, and between its tries.
+_JOIN_S = 30.0
+_JOIN_RETRY_S = 0.25
+
 
 class Connection:
     """One WebSocket that was let in."""
@@ -108,7 +112,7 @@ class Realtime:
             if asked.model_given and asked.model != live.model:
                 await self._commands.update(live, model=asked.model)
             resumed = asked.session_id is not None
-            await self._hub.join(live, connection, resumed=resumed, history=asked.history, held=asked.resume)
+            await self._join(live, connection, asked, resumed=resumed)
             await self._read(websocket, live, connection)
         except Gap:
             connection.close(close_codes.RESTART, "reconnect to go on")
@@ -125,6 +129,18 @@ class Realtime:
             self._hub.leave(live, connection)
             await connection.private.close()
             log.info("Session %s: a connection of %s closed", live.id, asked.principal.key)
+
+    async def _join(self, live: LiveSession, connection: Connection, asked: Asked, *, resumed: bool) -> None:
+        """Join, as soon as the store can be read; raises StoreUnavailable if it stays away."""
+        deadline = time.monotonic() + _JOIN_S
+        while True:
+            try:
+                await self._hub.join(live, connection, resumed=resumed, history=asked.history, held=asked.resume)
+                return
+            except StoreUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_JOIN_RETRY_S)
 
     async def _read(self, websocket: WebSocket, live: LiveSession, connection: Connection) -> None:
         while True:

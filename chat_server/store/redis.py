@@ -18,7 +18,7 @@ from chat_server.core.items import Item, SessionSettings, decode_item, encode_it
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response, cancelled_in_queue, ended_response
-from chat_server.errors import StoreError
+from chat_server.errors import StoreBehind, StoreError
 from chat_server.store import keys, messages
 from chat_server.store.replies import (
     Added,
@@ -192,8 +192,11 @@ class Store:
 
     # --- items
 
-    async def add_item(self, session_id: str, item: Item, previous: str | None) -> Added | None:
-        """Put an item into the conversation; None if the session is gone."""
+    async def add_item(self, session_id: str, item: Item, previous: str | None, *, known: int = -1) -> Added | None:
+        """Put an item into the conversation; None if the session is gone. Raises StoreBehind.
+
+        ``known`` is the caller's version of the session here and below: the store must not hold an older one.
+        """
         reply = await self._call(
             session_id,
             "item_add",
@@ -203,10 +206,13 @@ class Store:
             item.id,
             encode_item(item),
             previous or "",
+            known,
         )
         match reply[0]:
             case b"gone":
                 return None
+            case b"behind":
+                raise StoreBehind("The store lost changes of this session.")
             case b"ok":
                 return Added("ok", message=reply[1])
             case b"duplicate":
@@ -219,13 +225,15 @@ class Store:
         raw = await self._server.run("HGET", keys.session_keys(session_id)[1], item_id)
         return decode_item(raw) if isinstance(raw, bytes) else None
 
-    async def delete_item(self, session_id: str, item: Item) -> bytes | Literal["busy", "gone"]:
-        """Take an item out; the message, or why not."""
+    async def delete_item(self, session_id: str, item: Item, *, known: int = -1) -> bytes | Literal["busy", "gone"]:
+        """Take an item out; the message, or why not. Raises StoreBehind."""
         in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
         response_id = item.response_id if isinstance(item.response_id, str) else ""
         reply = await self._call(
-            session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to, response_id
+            session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to, response_id, known
         )
+        if reply[0] == b"behind":
+            raise StoreBehind("The store lost changes of this session.")
         if reply[0] == b"ok":
             return bytes(reply[1])
         return "busy" if reply[0] == b"busy" else "gone"
@@ -238,9 +246,12 @@ class Store:
         return [decode_item(raw) if isinstance(raw, bytes) else None for raw in found]
 
     async def truncate_item(
-        self, session_id: str, read: Item, new: Item, text_end: int
+        self, session_id: str, read: Item, new: Item, text_end: int, *, known: int = -1
     ) -> bytes | Literal["busy", "gone", "stale"]:
-        """Put the shortened item in the place of the one that was ``read``; the message, or why not."""
+        """Put the shortened item in the place of the one that was ``read``; the message, or why not.
+
+        Raises StoreBehind.
+        """
         reply = await self._call(
             session_id,
             "item_replace",
@@ -250,7 +261,10 @@ class Store:
             encode_item(read),
             encode_item(new),
             messages.truncated_body(new, text_end),
+            known,
         )
+        if reply[0] == b"behind":
+            raise StoreBehind("The store lost changes of this session.")
         if reply[0] == b"ok":
             return bytes(reply[1])
         kind: Literal["busy", "gone", "stale"] = reply[0].decode()
@@ -284,11 +298,12 @@ class Store:
         if_active: Literal["reject", "queue", "interrupt"] = "reject",
         cuts: str = "",
         cut: int = 0,
+        known: int = -1,
     ) -> BeginReply | None:
         """Begin a response, or queue it; None if the session is gone. With the same token it may be asked again.
 
         ``interrupt`` stops the running one: cut to ``cut`` if it is the one that ``cuts`` names, else as it is. Behind
-        one that is being stopped it is queued in any case.
+        one that is being stopped it is queued in any case. Raises StoreBehind.
         """
         begun = response.begun
         in_reply_to = begun.in_reply_to if isinstance(begun.in_reply_to, str) else ""
@@ -310,10 +325,13 @@ class Store:
             cut,
             encode_item(ended_item),
             messages.end_body(begun.id, 0, "", outcome),
+            known,
         )
         match reply[0]:
             case b"gone":
                 return None
+            case b"behind":
+                raise StoreBehind("The store lost changes of this session.")
             case b"ok":
                 return BeginReply("ok", tuple(reply[1]), items=_items(reply[3]), binding=_binding(reply[2]))
             case b"queued":

@@ -40,6 +40,11 @@ local function bump(keys)
   return before, after
 end
 
+-- Whether the store lost changes that the caller knows of: its version is older. A write on top of that would hide it.
+local function is_behind(keys, known)
+  return tonumber(redis.call('HGET', keys[SESSION], 'version')) < tonumber(known)
+end
+
 -- Pass a message (in parts, joined only if somebody hears it) to every other replica that watches the session.
 local function tell(keys, replica, ...)
   local watchers = redis.call('ZRANGE', keys[WATCHERS], 0, -1)

@@ -3,10 +3,11 @@
 -- ARGV: session id, ttl ms, empty ttl ms, replica, most items, response id, item id, in reply to ('' for none), token,
 -- item JSON (in progress), begun JSON, if another one runs ('reject', 'queue' or 'interrupt'), for 'interrupt' the one
 -- that runs by what the caller knows and its cut (another one keeps its text), and for the case that this one is
--- cancelled while it is queued: its item, and the body of the message.
+-- cancelled while it is queued: its item, and the body of the message; last the version that the caller knows.
 -- All items come with the reply of a response that begins; its prompt is what stands before its own.
 register('begin', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  if is_behind(keys, args[17]) then return {'behind'} end
   local session_id, replica = args[1], args[4]
   local response_id, item_id, in_reply_to, token, mode = args[6], args[7], args[8], args[9], args[12]
   local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica')

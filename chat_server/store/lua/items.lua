@@ -1,7 +1,8 @@
 -- Put an item into the conversation, once. ARGV: session id, ttl ms, empty ttl ms, replica, most items, item id,
--- item JSON, previous item id ('' for the end, 'root' for the start).
+-- item JSON, previous item id ('' for the end, 'root' for the start), version that the caller knows.
 register('item_add', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  if is_behind(keys, args[9]) then return {'behind'} end
   local id, json, after = args[6], args[7], args[8]
   local there = redis.call('HGET', keys[ITEMS], id)
   if there == json then return {'duplicate', before_id(keys, id) or false} end
@@ -29,9 +30,11 @@ local function in_making(keys, id)
 end
 
 -- Put another version of an item in its place, if it is still as it was read. ARGV: session id, ttl ms, empty ttl ms,
--- replica, item id, JSON as it was read, new JSON, body of the message.
+-- replica, item id, JSON as it was read, new JSON, body of the message, version that the caller knows.
 register('item_replace', function(keys, args)
   local id = args[5]
+  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  if is_behind(keys, args[9]) then return {'behind'} end
   if in_making(keys, id) then return {'busy'} end
   local there = redis.call('HGET', keys[ITEMS], id)
   if not there then return {'gone'} end
@@ -43,9 +46,11 @@ register('item_replace', function(keys, args)
 end)
 
 -- Take an item out. ARGV: session id, ttl ms, empty ttl ms, replica, item id, the item that it answers ('' for none),
--- the response that made it ('' for none).
+-- the response that made it ('' for none), version that the caller knows.
 register('item_delete', function(keys, args)
   local id = args[5]
+  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  if is_behind(keys, args[8]) then return {'behind'} end
   if in_making(keys, id) then return {'busy'} end
   if redis.call('HDEL', keys[ITEMS], id) == 0 then return {'gone'} end
   local previous = before_id(keys, id)
