@@ -70,8 +70,10 @@ def main() -> None:
 LIMITS: dict[str, tuple[str, str]] = {
     "max_frame_bytes": ("BYTES", "Largest WebSocket frame from a client; above it the socket is closed (1009)."),
     "max_message_bytes": ("BYTES", "Largest text of one message."),
+    "max_input_bytes": ("BYTES", "Largest text of a prompt that a response brings along."),
     "max_output_tokens": ("TOKENS", "Longest answer."),
     "max_answer_s": ("SECONDS", "Longest time for one answer; then it ends as incomplete."),
+    "resume_window_s": ("SECONDS", "How long an answer goes on with nobody connected; then it is stopped."),
     "max_queue_s": ("SECONDS", "Longest wait of an answer for a free engine; then it fails as overloaded."),
     "max_connections": ("COUNT", "Open sockets, of each worker."),
     "max_connections_per_user": ("COUNT", "Open sockets of one user, on each worker."),

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from chat_server.engine.launch import Stage
 from chat_server.serve import Display
+from chat_server.store import keys
 from tests.support.processes import command_line, descendants, wait_until_gone
 from tests.support.server import free_port
 
@@ -150,7 +151,7 @@ def test_workers_start_and_stop_as_one_server(tmp_path: Path) -> None:
         assert sum("chat_server.workers" in line for line in shown) == 2
         assert "hush" not in "".join(shown)
         with redis.Redis.from_url(f"unix://{tmp_path}/data/valkey/valkey.sock") as client:
-            assert client.zcard("chat:replicas") == 2
+            assert client.zcard(keys.REPLICAS) == 2
         assert server.end(signal.SIGTERM) == 0
     said = server.stderr.read_text()
     assert re.search("worker-1 chat_server", said)
