@@ -41,9 +41,6 @@ from chat_server.turn import Conductor
 
 log = logging.getLogger(__name__)
 
-#: WebSocket pings: a silent peer is found in 30 s (uvicorn's own defaults take 40).
-_PING_INTERVAL_S = 15.0
-_PING_TIMEOUT_S = 15.0
 #: seconds that connections which can wait do so for store and engines; then they are told what is missing.
 _READY_S = 2.0
 #: seconds that a store which does not answer may hold up the end.
@@ -210,8 +207,8 @@ def _uvicorn_config(settings: Settings, app: Starlette) -> uvicorn.Config:
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws=socket_protocol(settings.limits.socket_buffer_bytes),
         ws_max_size=settings.limits.max_frame_bytes,
-        ws_ping_interval=_PING_INTERVAL_S,
-        ws_ping_timeout=_PING_TIMEOUT_S,
+        ws_ping_interval=settings.ping_s,
+        ws_ping_timeout=settings.ping_s,
         ws_per_message_deflate=False,  # three times the memory per connection
         root_path=settings.root_path,
         forwarded_allow_ips=settings.forwarded_allow_ips,

@@ -79,7 +79,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     "max_connections_per_user": ("COUNT", "Open sockets of one user, on each worker."),
     "max_sessions_per_user": ("COUNT", "Stored sessions of one user."),
     "max_items": ("COUNT", "Messages of one session."),
-    "socket_buffer_bytes": ("BYTES", "What may wait for one socket before its deltas grow longer instead."),
+    "socket_buffer_bytes": ("BYTES", "What may wait for one socket, before its deltas grow longer instead."),
     "send_timeout_s": ("SECONDS", "Time in which a reader must take some of what waits; then it is dropped (1013)."),
 }
 
@@ -257,7 +257,17 @@ TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
     default=DEFAULT.heartbeat_s,
     metavar="SECONDS",
     type=click.FloatRange(0.1),
-    help="Silence after which a connection gets a sign of life.",
+    help="Silence after which a connection with extensions gets a sign of life.",
+)
+@option(
+    "--ping",
+    "ping_s",
+    section="Other",
+    default=DEFAULT.ping_s,
+    metavar="SECONDS",
+    type=click.FloatRange(0.1),
+    help="Time between WebSocket pings, and for the answer to one. Keep it well below what your proxy allows a "
+    "connection to be silent.",
 )
 @option(
     "--drain-grace",

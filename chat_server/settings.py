@@ -79,9 +79,9 @@ class Limits:
     max_sessions_per_user: int = 10_000
     #: items of one session; above it ``conversation.item.create`` is an error.
     max_items: int = 10_000
-    #: bytes that wait for one socket before its views stop advancing (the transport's high-water mark).
+    #: bytes that wait for one socket, here and in the kernel, before its views stop advancing.
     socket_buffer_bytes: int = 64 << 10
-    #: seconds in which a socket must take something of what waits for it; then it is aborted.
+    #: seconds in which a socket must take something of what waits for it; then it is closed (1013) and dropped.
     send_timeout_s: float = 10.0
 
 
@@ -123,6 +123,8 @@ class Settings:
     heartbeat_s: float = 15.0
     #: seconds that running answers get to finish when the server is told to stop; Kubernetes kills after 30.
     drain_grace_s: float = 25.0
+    #: seconds between WebSocket pings, and in which each must be answered: a silent peer is closed after twice that.
+    ping_s: float = 15.0
     #: seconds that a session lives after its last use.
     session_ttl_s: int = 30 * 24 * 3600
     #: seconds that a session without items lives.
@@ -156,7 +158,12 @@ class Settings:
                     f"--allow-origin {origin[:200]} is no origin. Write scheme, host and port as a browser does, "
                     "without a path or a slash at the end: https://app.example.org"
                 )
-        numbers = {"heartbeat": self.heartbeat_s, "drain grace": self.drain_grace_s, **dataclasses.asdict(self.limits)}
+        numbers = {
+            "heartbeat": self.heartbeat_s,
+            "ping": self.ping_s,
+            "drain grace": self.drain_grace_s,
+            **dataclasses.asdict(self.limits),
+        }
         for name, number in numbers.items():
             if not math.isfinite(number):
                 raise StartError(f"The value for {name.replace('_', ' ')} is no number.")

@@ -75,7 +75,7 @@ def test_flags_become_settings(ran: Ran, tmp_path: Path) -> None:
         *("--allow-origin", "https://x", "--allow-origin", "https://y", "--root-path", "/chat"),
         *("--data-dir", str(tmp_path), "--max-answer-time", "5", "--max-items", "7", "--heartbeat", "2.5"),
         *("--workers", "3", "--drain-grace", "0"),
-        *("--log-level", "debug"),
+        *("--ping", "7.5", "--log-level", "debug"),
     )
     assert result.exit_code == 0, result.output
     settings = ran.settings
@@ -86,8 +86,9 @@ def test_flags_become_settings(ran: Ran, tmp_path: Path) -> None:
     assert settings.api_keys == ((Secret("k1"), Principal("default", "ann")), (Secret("k2"), Principal("t", "bob")))
     assert settings.allow_origins == ("https://x", "https://y")
     assert settings.data_dir == tmp_path
-    assert (settings.limits.max_answer_s, settings.limits.max_items, settings.heartbeat_s) == (5.0, 7, 2.5)
     assert (settings.workers, settings.drain_grace_s) == (3, 0.0)
+    assert (settings.limits.max_answer_s, settings.limits.max_items) == (5.0, 7)
+    assert (settings.heartbeat_s, settings.ping_s) == (2.5, 7.5)
     assert ran.log_level == "debug"
 
 

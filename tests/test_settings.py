@@ -270,6 +270,7 @@ def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
         ({"allow_origins": ("https://a.example/",)}, "--allow-origin"),
         ({"heartbeat_s": float("nan")}, "heartbeat"),
         ({"drain_grace_s": float("inf")}, "drain grace"),
+        ({"ping_s": float("inf")}, "ping"),
         ({"limits": Limits(max_queue_s=float("inf"))}, "max queue"),
     ],
 )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from chat_server.core import close_codes
 from chat_server.core.response import Response, ResumePoint
 from chat_server.core.server_events import Heartbeat, ServerEvent, encode
 from chat_server.core.view import Stage, View
@@ -41,7 +42,7 @@ class Socket(Protocol):
     @property
     def bytes_written(self) -> int: ...
     def write_text(self, payload: bytes) -> None: ...
-    def abort(self) -> None: ...
+    def close(self, code: int, reason: str) -> None: ...
 
 
 class Outbox:
@@ -80,8 +81,7 @@ class Outbox:
         self._queued_bytes += len(frame)
         if len(self._queue) > MAX_EVENTS or self._queued_bytes > MAX_EVENT_BYTES:
             log.info("A reader is %d events behind; it is dropped and can resume", len(self._queue))
-            self.close()
-            self._socket.abort()
+            self._drop()
             return
         self.pump()
 
@@ -192,14 +192,17 @@ class Outbox:
             self._taken = taken
             self._taken_at = now
         elif now - self._taken_at >= self._send_timeout_s:
-            self.close()
-            self._socket.abort()
+            self._drop()
             return
         interval = _BUSY_HEARTBEAT_S if state in ("queued", "prefill") else self._heartbeat_s
         # Half a tick early rather than half a tick late.
         if self.extensions and now - self._sent_at >= interval - 0.5 and self._socket.can_write:
             self.push(Heartbeat(now_ms=now_ms, state=state, response_id=response_id))  # type: ignore[arg-type]
             self._sent_at, self._wrote = now, False
+
+    def _drop(self) -> None:
+        self.close()
+        self._socket.close(close_codes.OVERLOADED, "too slow a reader; reconnect to go on")
 
     def close(self) -> None:
         """Forget what waits: nothing more is told."""

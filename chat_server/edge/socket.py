@@ -3,22 +3,32 @@
 Write a frame from a plain call; tell when the socket takes bytes again; tell how much waits; drop a peer that takes
 nothing (uvicorn's own ping time-out and close wait behind the full buffer for ever). Given to uvicorn as ``ws=``; the
 app finds it in ``scope["extensions"]["chat_server.socket"]``.
+
+The kernel hides a slow reader: left alone it takes 4 MB for one. So its part is bounded too, and when we drop a
+peer it throws away at once what it holds for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 from websockets.http11 import Request
+
+from chat_server.core import close_codes
 
 log = logging.getLogger(__name__)
 
-#: seconds that a peer has to answer a close.
-_CLOSE_S = 5.0
+#: seconds from the beginning of a close, by whichever side, to its end: then the connection is dropped.
+_CLOSE_S = 3.0
+#: socket(7): a close throws away what was not sent and resets the connection.
+_RESET = struct.pack("ii", 1, 0)
 
 
 class _Quiet(logging.Filter):
@@ -36,7 +46,8 @@ SCOPE_KEY = "chat_server.socket"
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """One WebSocket. ``buffer_bytes`` is the write buffer's high-water mark; below a quarter of it we go on."""
+    """One WebSocket. At most about ``buffer_bytes`` wait for it: half of them here, and one frame; the rest in the
+    kernel, which counts twice as much for its own overhead."""
 
     buffer_bytes = 64 << 10
 
@@ -46,10 +57,17 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         #: called when the socket takes bytes again, and when it is lost.
         self.on_writable: Callable[[], None] | None = None
         self.bytes_written = 0
+        #: what was taken when a ping was put behind what waits; None if it went out at once.
+        self._taken_at_ping: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(high=self.buffer_bytes, low=self.buffer_bytes // 4)
+        # One mark, not two: above it nothing is written, below it one frame more.
+        self.transport.set_write_buffer_limits(high=self.buffer_bytes // 2, low=self.buffer_bytes // 2)
+        kernel = transport.get_extra_info("socket")
+        # The second is what a frozen reader costs, whose window is closed; the first what one costs that vanished.
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer_bytes)
+        kernel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(self.buffer_bytes // 4, 1))
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -81,10 +99,33 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._notify()
         self.on_writable = None
 
+    def send_keepalive_ping(self) -> None:
+        self._mark_ping()
+        super().send_keepalive_ping()
+
     def keepalive_timeout(self) -> None:
-        # The pong did not come: closing would wait for a buffer that the peer will never take.
         self.pong_timer = None
-        self.abort()
+        if self._taken_at_ping is not None and self.bytes_taken > self._taken_at_ping:
+            # It is slow, not dead: the ping stood behind what it took meanwhile.
+            self._mark_ping()
+            self.pong_timer = self.loop.call_later(cast("float", self.ping_timeout), self.keepalive_timeout)
+        else:
+            self.close(close_codes.OVERLOADED, "no answer to a ping")
+
+    def _mark_ping(self) -> None:
+        self._taken_at_ping = None if self.writable.is_set() else self.bytes_taken
+
+    def handle_close(self, event: Frame) -> None:
+        super().handle_close(event)
+        self._drop_later()
+
+    def handle_parser_exception(self) -> None:
+        super().handle_parser_exception()
+        self._drop_later()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._drop_later()
 
     @property
     def is_open(self) -> bool:
@@ -115,12 +156,9 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def close(self, code: int, reason: str) -> None:
         """Say why and close (RFC 6455, 7.1.2), as uvicorn does it but from a plain call; the app's ``receive`` returns.
 
-        A peer that does not take what waits for it gets no close frame: it would stand behind all that.
+        The close frame stands behind what waits; a peer that does not come so far in time is dropped without it.
         """
-        if not self.is_open:
-            return
-        if not self.can_write:
-            self.abort()
+        if not self.is_open or self.transport.is_closing():
             return
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.conn.send_close(code, reason)
@@ -129,13 +167,22 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
-        self.close_timer = self.loop.call_later(_CLOSE_S, self.transport.abort)
+        self._drop_later()
 
     def abort(self) -> None:
-        """Drop the connection at once, whatever waits in its buffer."""
-        if not self.transport.is_closing():
-            log.info("Dropped a peer that takes nothing (%d bytes waited)", self.transport.get_write_buffer_size())
+        """Drop the connection at once, whatever waits, here and in the kernel: the peer sees a reset."""
+        if self.disconnected:
+            return
+        log.info(
+            "Dropped a peer that takes or answers nothing (%d bytes waited)", self.transport.get_write_buffer_size()
+        )
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
+
+    def _drop_later(self) -> None:
+        """However a close began, it ends: else what waits for a peer that reads nothing would keep the connection."""
+        if self.close_timer is None and not self.disconnected:
+            self.close_timer = self.loop.call_later(_CLOSE_S, self.abort)
 
     def _notify(self) -> None:
         if self.on_writable is not None:
@@ -143,5 +190,5 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
 
 def socket_protocol(buffer_bytes: int) -> type[SocketProtocol]:
-    """The protocol class for uvicorn, which makes the instances itself, with this high-water mark."""
+    """The protocol class for uvicorn, which makes the instances itself, with this bound."""
     return type("ConfiguredSocketProtocol", (SocketProtocol,), {"buffer_bytes": buffer_bytes})

@@ -15,7 +15,7 @@ class FakeSocket:
     def __init__(self, room: int | None = None) -> None:
         self.room = room
         self.is_open = True
-        self.aborted = False
+        self.close_code: int | None = None
         self.frames: list[bytes] = []
         self.bytes_written = 0
         #: bytes that wait in the buffer and were not taken by the kernel
@@ -43,11 +43,8 @@ class FakeSocket:
         self.frames.append(payload)
         self.on_write()
 
-    def abort(self) -> None:
-        self.aborted = True
-        self.is_open = False
-
     def close(self, code: int, reason: str) -> None:
+        self.close_code = code
         self.is_open = False
 
     @property

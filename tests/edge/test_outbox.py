@@ -334,15 +334,15 @@ def _by_response(socket: FakeSocket) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("size", "most"), [(10, MAX_EVENTS), (MAX_EVENT_BYTES // 10, 9)])
 def test_a_reader_that_is_too_far_behind_is_dropped(size: int, most: int) -> None:
-    """In events or in their bytes: then the connection is aborted, and what waited is forgotten."""
+    """In events or in their bytes: then the connection is closed, and what waited is forgotten."""
     socket = FakeSocket(room=0)
     outbox = outbox_of(socket)
     for _ in range(most):
         outbox.push(b"x" * size)
-    assert not socket.aborted
+    assert socket.is_open
     for _ in range(3):
         outbox.push(b"x" * size)
-    assert socket.aborted
+    assert socket.close_code == 1013
     assert socket.frames == []
 
 
@@ -357,7 +357,7 @@ def test_what_was_told_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
             outbox.push(b"x" * 100)
         socket.room = 3
         outbox.pump()
-    assert not socket.aborted
+    assert socket.is_open
     assert len(socket.frames) == 60
 
 
@@ -386,9 +386,9 @@ def test_a_socket_that_takes_nothing_is_dropped_in_time() -> None:
     outbox.push(gone("a"))
     for now in (2.0, 5.0, 10.0):
         outbox.tick(now, 0, "idle", None)
-    assert not socket.aborted
+    assert socket.is_open
     outbox.tick(11.0, 0, "idle", None)
-    assert socket.aborted
+    assert socket.close_code == 1013
 
 
 def test_a_slow_reader_that_moves_is_not_dropped() -> None:
@@ -401,7 +401,7 @@ def test_a_slow_reader_that_moves_is_not_dropped() -> None:
         if now % 9 == 0:
             socket.waiting -= 1
         outbox.tick(float(now), 0, "idle", None)
-    assert not socket.aborted
+    assert socket.is_open
 
 
 def test_a_reader_that_took_all_may_be_silent_for_ever() -> None:
@@ -414,7 +414,7 @@ def test_a_reader_that_took_all_may_be_silent_for_ever() -> None:
     socket.stuck = True
     outbox.push(gone("b"))
     outbox.tick(2001.0, 0, "idle", None)
-    assert not socket.aborted
+    assert socket.is_open
 
 
 # --- heartbeats
@@ -536,13 +536,17 @@ def test_a_source_that_raises_leaves_the_outbox_usable() -> None:
     assert socket.types == ["conversation.item.deleted"]
 
 
-def test_a_connection_that_is_aborted_in_the_midst_of_a_write_is_left_at_once() -> None:
+def test_a_connection_that_is_lost_in_the_midst_of_a_write_is_left_at_once() -> None:
     """Nothing is written to a socket that is gone."""
     socket = FakeSocket()
     outbox = outbox_of(socket)
     outbox.begin(new_response())
     response = streaming("Hello")
-    socket.on_write = socket.abort
+
+    def lose() -> None:
+        socket.is_open = False
+
+    socket.on_write = lose
     outbox.begin(response)
     outbox.pump()
     assert socket.types == [*HEAD, HEAD[0]]

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import socket
+import struct
+import time
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,9 @@ from starlette.types import Receive, Scope, Send
 from websockets.exceptions import ConnectionClosed
 
 from chat_server.app import Server
-from chat_server.edge import realtime
 from chat_server.edge import socket as socket_module
-from chat_server.edge.outbox import Outbox
 from chat_server.edge.socket import SCOPE_KEY, SocketProtocol, socket_protocol
-from chat_server.engine.simulated import SimulatedOptions, answer_for
-from chat_server.settings import Limits
-from tests.support.server import running_server
+from tests.support.slow_reader import SlowReader, slow_reader
 
 pytestmark = pytest.mark.server
 
@@ -73,55 +70,42 @@ async def connected(
         yield await app.accepted.get(), client
 
 
-class FrozenReader:
-    """A client with the smallest receive buffer, which does the handshake and then reads nothing until it is told."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        self._socket.setblocking(False)
-
-    async def connect(self, port: int, path: str = "/") -> None:
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._socket, ("127.0.0.1", port))
-        key = b64encode(os.urandom(16)).decode()
-        lines = [
-            *(f"GET {path} HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket", "Connection: Upgrade"),
-            *("Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {key}", "", ""),
-        ]
-        await loop.sock_sendall(self._socket, "\r\n".join(lines).encode())
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):
-            head += await loop.sock_recv(self._socket, 1)
-        assert head.startswith(b"HTTP/1.1 101 "), head
-
-    async def read_to_the_end(self) -> int:
-        """Read on until the connection is closed or reset; how many bytes came."""
-        loop = asyncio.get_running_loop()
-        count = 0
-        try:
-            async with asyncio.timeout(10):
-                while data := await loop.sock_recv(self._socket, 1 << 20):
-                    count += len(data)
-        except ConnectionResetError:
-            pass
-        return count
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 @asynccontextmanager
-async def frozen_reader(port: int, path: str = "/") -> AsyncIterator[FrozenReader]:
-    reader = FrozenReader()
-    try:
-        await reader.connect(port, path)
-        yield reader
-    finally:
-        reader.close()
+async def frozen(app: App, port: int, receive_buffer: int = 1) -> AsyncIterator[tuple[SocketProtocol, SlowReader]]:
+    """Both ends of a connection whose client reads only what a test says."""
+    async with slow_reader(f"ws://127.0.0.1:{port}/", receive_buffer) as reader:
+        yield await app.accepted.get(), reader
 
 
-async def fill(ours: SocketProtocol, frame: bytes = b"x" * 8000) -> int:
+async def gone(app: App) -> dict[str, Any]:
+    """Wait until the app hears that the connection is over."""
+    async with asyncio.timeout(5):
+        message: dict[str, Any] = await app.received.get()
+    assert message["type"] == "websocket.disconnect"
+    return message
+
+
+async def lost(ours: SocketProtocol) -> None:
+    """Wait until nothing is left of a connection: the transport is closed, the server has forgotten it."""
+    async with asyncio.timeout(5):
+        while not ours.disconnected or ours in ours.connections:
+            await asyncio.sleep(0.01)
+
+
+def kernel_bytes(ours: SocketProtocol) -> int:
+    """What the kernel holds for what we sent, with its overhead (SO_MEMINFO of socket(7), sk_wmem_queued)."""
+    answer = ours.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, 55, 36)
+    queued: int = struct.unpack("9I", answer)[5]
+    return queued
+
+
+@pytest.fixture
+def short_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer has little time to answer a close."""
+    monkeypatch.setattr(socket_module, "_CLOSE_S", 0.1)
+
+
+async def fill(ours: SocketProtocol, frame: bytes = b'{"type":"x"}'.ljust(8000)) -> int:
     """Write until the socket takes no more; the number of frames."""
     count = 0
     while ours.can_write:
@@ -173,26 +157,38 @@ async def test_frames_written_in_a_row_come_in_a_row() -> None:
 
 
 async def test_the_buffer_has_its_bounds() -> None:
-    """Above the high-water mark nothing is written; below a quarter of it the socket says that it takes bytes again."""
+    """Above half of the bound nothing is written; below it the socket says that it takes bytes again."""
     app = App()
-    async with listening(app) as port, connected(app, port) as (ours, client):
-        assert ours.transport.get_write_buffer_limits() == (BUFFER // 4, BUFFER)
+    async with listening(app) as port, frozen(app, port) as (ours, reader):
         assert ours.can_write
         writable = asyncio.Event()
         ours.on_writable = writable.set
-        client.transport.pause_reading()
-        count = await fill(ours)
+        await fill(ours)
         waiting = ours.bytes_written - ours.bytes_taken
-        assert BUFFER < waiting == ours.transport.get_write_buffer_size() <= BUFFER + 8004
+        assert BUFFER // 2 < waiting == ours.transport.get_write_buffer_size() <= BUFFER // 2 + 8004
         assert not writable.is_set()
-        client.transport.resume_reading()
-        async with asyncio.timeout(5):
-            for _ in range(count):
-                assert len(await client.recv()) == 8000
-            await writable.wait()
-            while ours.bytes_taken < ours.bytes_written:
-                await asyncio.sleep(0.01)
+        while not writable.is_set():
+            await reader.read(1 << 10)
         assert ours.can_write
+        assert ours.bytes_written - ours.bytes_taken <= BUFFER // 2
+        while ours.bytes_taken < ours.bytes_written:
+            await reader.read(1 << 10)
+
+
+@pytest.mark.parametrize("receive_buffer", [1, 1 << 20])
+async def test_the_kernel_hides_no_slow_reader(receive_buffer: int) -> None:
+    """Left alone it takes megabytes for one that reads nothing; so it gets a bound, and uses up to twice of it."""
+    app = App()
+    async with listening(app) as port, frozen(app, port, receive_buffer) as (ours, _):
+        await fill(ours)
+        await asyncio.sleep(0.1)
+        await fill(ours)
+        assert 0 < kernel_bytes(ours) <= 2 * BUFFER + 4096
+    unbounded = socket_protocol(8 << 20)
+    async with listening(app, ws=unbounded) as port, frozen(app, port, receive_buffer) as (ours, _):
+        ours.transport.set_write_buffer_limits(BUFFER)
+        await fill(ours)
+        assert kernel_bytes(ours) > 4 * BUFFER, "without a bound there is none: what is measured is the bound"
 
 
 async def test_pings_of_a_peer_that_reads_nothing_do_not_fill_the_buffer() -> None:
@@ -276,16 +272,28 @@ async def test_we_close_with_a_code_and_a_reason(code: int) -> None:
         assert (message["type"], message["code"]) == ("websocket.disconnect", code)
 
 
-async def test_a_peer_that_takes_nothing_is_not_asked_to_close() -> None:
-    """The close frame would stand behind what it does not take: it is dropped at once."""
+async def test_a_slow_reader_is_told_why_it_is_closed() -> None:
+    """The close frame stands behind what waits: who takes that in time gets it."""
     app = App()
-    async with listening(app) as port, frozen_reader(port):
-        ours = await app.accepted.get()
+    async with listening(app) as port, frozen(app, port) as (ours, reader):
+        count = await fill(ours)
+        ours.close(1013, "too slow")
+        assert not ours.is_open
+        assert (await gone(app))["code"] == 1013
+        await reader.read_to_the_end()
+        assert (reader.close_code, len(reader.events), reader.reset) == (1013, count, False)
+        await lost(ours)
+
+
+async def test_a_frozen_reader_is_reset(short_close: None) -> None:
+    """It does not come so far as to the close frame: both ends of the connection are free, and it sees a reset."""
+    app = App()
+    async with listening(app) as port, frozen(app, port) as (ours, reader):
         await fill(ours)
         ours.close(1013, "too slow")
-        async with asyncio.timeout(5):
-            assert (await app.received.get())["type"] == "websocket.disconnect"
-        assert not ours.is_open
+        await lost(ours)
+        await reader.read_to_the_end()
+        assert (reader.close_code, reader.reset) == (None, True)
 
 
 async def test_an_abort_drops_the_connection_at_once() -> None:
@@ -300,26 +308,88 @@ async def test_an_abort_drops_the_connection_at_once() -> None:
         assert (await app.received.get())["type"] == "websocket.disconnect"
 
 
-async def test_a_peer_that_does_not_answer_a_close_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_does_not_answer_a_close_is_dropped(short_close: None) -> None:
     """After a deadline, so that a dead peer does not hold its place."""
-    monkeypatch.setattr(socket_module, "_CLOSE_S", 0.1)
     app = App()
-    async with listening(app) as port, frozen_reader(port) as reader:
-        ours = await app.accepted.get()
+    async with listening(app) as port, frozen(app, port) as (ours, reader):
+        reader.answers = False
         ours.close(1000, "bye")
         assert not ours.transport.is_closing()
-        assert await reader.read_to_the_end() > 0
-        assert ours.transport.is_closing()
+        await lost(ours)
+        await reader.read_to_the_end()
+        assert (reader.close_code, reader.reset) == (1000, True)
 
 
-async def test_a_peer_that_answers_no_ping_is_dropped() -> None:
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"\x88\x82" + bytes(4) + b"\x03\xe8", id="a close"),
+        pytest.param(b"\xff\x80" + bytes(4), id="no frame"),
+    ],
+)
+async def test_a_peer_that_ends_it_and_reads_nothing_is_dropped(frame: bytes, short_close: None) -> None:
+    """Its connection would stay as long as it likes, with all that waits: no ping looks after it any more."""
+    app = App()
+    async with listening(app) as port, frozen(app, port) as (ours, reader):
+        await fill(ours)
+        await reader.send_raw(frame)
+        await gone(app)
+        await lost(ours)
+
+
+async def test_a_frozen_reader_does_not_hold_up_the_end_of_the_server(short_close: None) -> None:
+    """It stops without waiting for what nobody takes."""
+    app = App()
+    async with asyncio.timeout(5):
+        async with listening(app) as port, slow_reader(f"ws://127.0.0.1:{port}/"):
+            await fill(await app.accepted.get())
+
+
+# --- pings
+
+
+async def test_a_peer_that_answers_no_ping_is_told_and_dropped(short_close: None) -> None:
+    """One that reads, but whose program is stuck, learns why when it wakes up."""
+    app = App()
+    async with (
+        listening(app, ws_ping_interval=0.1, ws_ping_timeout=0.1) as port,
+        frozen(app, port) as (ours, reader),
+    ):
+        reader.answers = False
+        assert (await gone(app))["code"] == 1013
+        await lost(ours)
+        await reader.read_to_the_end()
+        assert (reader.pings, reader.close_code, reader.reset) == (1, 1013, True)
+
+
+async def test_a_peer_that_takes_nothing_and_answers_no_ping_is_dropped(short_close: None) -> None:
     """Also when its buffer is full, where uvicorn's own time-out would wait for ever."""
     app = App()
-    async with listening(app, ws_ping_interval=0.1, ws_ping_timeout=0.1) as port, frozen_reader(port):
-        ours = await app.accepted.get()
+    async with (
+        listening(app, ws_ping_interval=0.1, ws_ping_timeout=0.1) as port,
+        frozen(app, port) as (ours, _),
+    ):
         await fill(ours)
-        async with asyncio.timeout(5):
-            assert (await app.received.get())["type"] == "websocket.disconnect"
+        await lost(ours)
+
+
+async def test_a_peer_that_is_slow_to_come_to_the_ping_is_not_dropped() -> None:
+    """The ping stands behind what it still takes, and as long as it takes that it lives."""
+    app = App()
+    async with (
+        listening(app, ws_ping_interval=0.1, ws_ping_timeout=0.7) as port,
+        frozen(app, port, 8 << 10) as (ours, reader),
+    ):
+        await fill(ours)
+        began = time.monotonic()
+        while not reader.pings:
+            assert await reader.read(4 << 10), "it was dropped"
+            await asyncio.sleep(0.08)
+        assert time.monotonic() - began > 0.9, "it was slow enough to be taken for dead"
+        assert ours.is_open
+
+
+# --- what is no handshake, and what is logged
 
 
 async def test_a_handshake_that_is_none_is_refused() -> None:
@@ -345,46 +415,3 @@ async def test_no_log_line_holds_the_query(caplog: pytest.LogCaptureFixture) -> 
     assert "in-the-query" not in "".join(
         record.getMessage() for record in caplog.records if not record.name.startswith("websockets.client")
     )
-
-
-# --- a frozen reader of the real server
-
-
-async def test_a_frozen_reader_costs_little_and_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for it stays within the buffer, after ``send_timeout_s`` it is gone, and nobody else notices."""
-    sockets: list[SocketProtocol] = []
-    outboxes: list[Outbox] = []
-
-    class Recorded(Outbox):
-        def __init__(self, socket: SocketProtocol, **how: Any) -> None:
-            super().__init__(socket, **how)
-            sockets.append(socket)
-            outboxes.append(self)
-
-    monkeypatch.setattr(realtime, "Outbox", Recorded)
-    wish = "Tell me more, in 500 words."
-    fast = SimulatedOptions(tokens_per_s=400.0, first_token_s=0.0)
-    limits = Limits(send_timeout_s=0.5, socket_buffer_bytes=16 << 10)
-    async with running_server(tmp_path, engines=1, simulated=fast, limits=limits) as server, server.connect() as client:
-        session_id, port = client.session["id"], server.settings.port
-        async with frozen_reader(port, f"/v1/realtime?session_id={session_id}") as reader:
-            _, ours = sockets
-            # The kernel would take megabytes for it, which is not what is tested here.
-            ours.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-            most = 0
-            await client.say(wish)
-            await client.send("response.create")
-            while ours.is_open:
-                event = await client.next()
-                assert event["type"] != "response.done", "the frozen reader was never dropped"
-                most = max(most, ours.transport.get_write_buffer_size())
-            assert outboxes[1].statistics() == {"events": 0, "event_bytes": 0, "views": 0}
-            await client.until("response.done")
-            assert 16 << 10 < most < 32 << 10
-            assert await reader.read_to_the_end() < 1 << 20
-        [text] = client.texts.values()
-        assert text == answer_for([{"role": "user", "content": wish}])
-        deltas = [len(event["delta"]) for event in client.events if event["type"] == "response.output_text.delta"]
-        assert len(deltas) > 300, "the other reader kept up all the time"
-        async with server.connect(session_id=session_id, history=1) as again:
-            assert (await again.until("conversation.item.done"))["item"]["content"][0]["text"] == text
