@@ -17,7 +17,7 @@ ARGS ?=
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -29,7 +29,7 @@ install: $(VENV)/.installed ## the server alone, without vLLM: for engines that 
 
 install-engine: $(VENV)/.engine ## the server, and vLLM for this machine (GPU or CPU)
 
-test: $(VENV)/.engine $(VENV)/.test browser ## all tests; ARGS="-m 'not vllm'" for a part
+test: $(VENV)/.engine $(VENV)/.test browser proxy ## all tests; ARGS="-m 'not vllm'" for a part
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.check ## format, lint and types, without changing anything
@@ -51,6 +51,14 @@ browser: ## Chromium, for the tests of the page
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium && exit 0; \
 	fi; \
 	echo "The tests of the page need Chromium. Run: sudo apt-get install --no-install-recommends chromium"; exit 1
+
+proxy: ## nginx, for the tests of a server behind a proxy
+	@for name in nginx /usr/sbin/nginx; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "== Installing nginx for the tests of a server behind a proxy"; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends nginx-light && exit 0; \
+	fi; \
+	echo "The tests of a server behind a proxy need nginx. Run: sudo apt-get install --no-install-recommends nginx-light"; exit 1
 
 clean: ## remove what builds and tests leave behind
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis test-results .coverage
