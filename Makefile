@@ -1,6 +1,6 @@
 # What one does with this project; `make help` lists it. Each target installs what it needs, once, into .venv.
 #
-#   make run ARGS="--port 8001 --engines 1"       ARGS go to `chat-server serve`, `pytest` or `chat-server doctor`
+#   make run ARGS="--port 8001 --engines 1"       ARGS go to `chat-server serve`, `pytest`, `chat-server doctor` or the load test
 #   make install PYTHON=python3.12                another Python than the first fitting one
 
 .DEFAULT_GOAL := help
@@ -17,10 +17,10 @@ ARGS ?=
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers clean clean-all
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 run: $(VENV)/.engine ## everything for a chat on this machine: two engines, the demo model, the page
 	@exec $(BIN)/chat-server serve $(ARGS)
@@ -43,6 +43,9 @@ format: $(VENV)/.check ## put the code into its format
 
 doctor: $(VENV)/.installed ## what is installed, reachable and healthy here
 	@$(BIN)/chat-server doctor $(ARGS)
+
+bench-slow-readers: $(VENV)/.test ## what slow and frozen readers do to the others, and cost; ARGS="--help"
+	@$(BIN)/python -m loadtest.slow_readers $(ARGS)
 
 browser: ## Chromium, for the tests of the page
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -11,6 +11,7 @@ peer it throws away at once what it holds for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -46,8 +47,11 @@ SCOPE_KEY = "chat_server.socket"
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """One WebSocket. At most about ``buffer_bytes`` wait for it: half of them here, and one frame; the rest in the
-    kernel, which counts twice as much for its own overhead."""
+    """One WebSocket. About ``buffer_bytes`` wait for it at most, as the kernel counts, which adds as much for itself.
+
+    A quarter of that, and one frame, may wait here: hundreds of small writes cost the event loop several times
+    their bytes.
+    """
 
     buffer_bytes = 64 << 10
 
@@ -63,11 +67,11 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         # One mark, not two: above it nothing is written, below it one frame more.
-        self.transport.set_write_buffer_limits(high=self.buffer_bytes // 2, low=self.buffer_bytes // 2)
-        kernel = transport.get_extra_info("socket")
+        mark = max(self.buffer_bytes // 4, 1)
+        self.transport.set_write_buffer_limits(high=mark, low=mark)
         # The second is what a frozen reader costs, whose window is closed; the first what one costs that vanished.
-        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer_bytes)
-        kernel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(self.buffer_bytes // 4, 1))
+        self._set_option(socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer_bytes)
+        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, mark)
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -114,6 +118,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def _mark_ping(self) -> None:
         self._taken_at_ping = None if self.writable.is_set() else self.bytes_taken
+
+    def eof_received(self) -> None:
+        super().eof_received()
+        self._drop_later()
 
     def handle_close(self, event: Frame) -> None:
         super().handle_close(event)
@@ -176,13 +184,17 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         log.info(
             "Dropped a peer that takes or answers nothing (%d bytes waited)", self.transport.get_write_buffer_size()
         )
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
     def _drop_later(self) -> None:
         """However a close began, it ends: else what waits for a peer that reads nothing would keep the connection."""
         if self.close_timer is None and not self.disconnected:
             self.close_timer = self.loop.call_later(_CLOSE_S, self.abort)
+
+    def _set_option(self, level: int, option: int, value: int | bytes) -> None:
+        with contextlib.suppress(OSError):  # the peer is gone already, which some systems answer so
+            self.transport.get_extra_info("socket").setsockopt(level, option, value)
 
     def _notify(self) -> None:
         if self.on_writable is not None:

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import struct
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import uvicorn
 import websockets.asyncio.client
 from starlette.types import Receive, Scope, Send
@@ -157,7 +160,7 @@ async def test_frames_written_in_a_row_come_in_a_row() -> None:
 
 
 async def test_the_buffer_has_its_bounds() -> None:
-    """Above half of the bound nothing is written; below it the socket says that it takes bytes again."""
+    """Above a quarter of the bound nothing is written; below it the socket says that it takes bytes again."""
     app = App()
     async with listening(app) as port, frozen(app, port) as (ours, reader):
         assert ours.can_write
@@ -165,12 +168,12 @@ async def test_the_buffer_has_its_bounds() -> None:
         ours.on_writable = writable.set
         await fill(ours)
         waiting = ours.bytes_written - ours.bytes_taken
-        assert BUFFER // 2 < waiting == ours.transport.get_write_buffer_size() <= BUFFER // 2 + 8004
+        assert BUFFER // 4 < waiting == ours.transport.get_write_buffer_size() <= BUFFER // 4 + 8004
         assert not writable.is_set()
         while not writable.is_set():
             await reader.read(1 << 10)
         assert ours.can_write
-        assert ours.bytes_written - ours.bytes_taken <= BUFFER // 2
+        assert ours.bytes_written - ours.bytes_taken <= BUFFER // 4
         while ours.bytes_taken < ours.bytes_written:
             await reader.read(1 << 10)
 
@@ -308,6 +311,28 @@ async def test_an_abort_drops_the_connection_at_once() -> None:
         assert (await app.received.get())["type"] == "websocket.disconnect"
 
 
+async def test_a_frozen_reader_behind_tls_is_dropped_too(short_close: None, tmp_path: Path) -> None:
+    """There is a buffer more on the way, with its own bound, and a shutdown of its own that would wait too."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
+    certificate.private_key_pem.write_to_path(key)
+    certificate.cert_chain_pems[0].write_to_path(chain)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    app = App()
+    async with listening(app, ssl_certfile=chain, ssl_keyfile=key) as port:
+        connecting = websockets.asyncio.client.connect(f"wss://127.0.0.1:{port}/", ssl=trust, proxy=None)
+        async with connecting as client:
+            ours = await app.accepted.get()
+            client.transport.pause_reading()
+            count = await fill(ours)
+            assert count * 8000 < 1 << 20
+            ours.close(1013, "too slow")
+            await lost(ours)
+            client.transport.abort()
+
+
 async def test_a_peer_that_does_not_answer_a_close_is_dropped(short_close: None) -> None:
     """After a deadline, so that a dead peer does not hold its place."""
     app = App()
@@ -325,6 +350,7 @@ async def test_a_peer_that_does_not_answer_a_close_is_dropped(short_close: None)
     [
         pytest.param(b"\x88\x82" + bytes(4) + b"\x03\xe8", id="a close"),
         pytest.param(b"\xff\x80" + bytes(4), id="no frame"),
+        pytest.param(b"", id="the end of the stream"),
     ],
 )
 async def test_a_peer_that_ends_it_and_reads_nothing_is_dropped(frame: bytes, short_close: None) -> None:
@@ -332,7 +358,10 @@ async def test_a_peer_that_ends_it_and_reads_nothing_is_dropped(frame: bytes, sh
     app = App()
     async with listening(app) as port, frozen(app, port) as (ours, reader):
         await fill(ours)
-        await reader.send_raw(frame)
+        if frame:
+            await reader.send_raw(frame)
+        else:
+            reader.send_eof()
         await gone(app)
         await lost(ours)
 

@@ -20,6 +20,9 @@ from websockets.http11 import Response
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
+#: As the kernel numbers the states of a connection.
+_ESTABLISHED = 1
+
 #: Seconds in which something must come for a reader that reads.
 PATIENCE_S = 10.0
 
@@ -45,6 +48,11 @@ class SlowReader:
     def close_code(self) -> int | None:
         """Why the server closed; None if it did not say."""
         return self._protocol.close_rcvd.code if self._protocol.close_rcvd else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the kernel still has the connection: a reset is seen without reading (tcp(7), TCP_INFO)."""
+        return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
     @property
     def text(self) -> str:
@@ -77,6 +85,10 @@ class SlowReader:
     async def send_raw(self, frames: bytes) -> None:
         """Send bytes as they are."""
         await asyncio.get_running_loop().sock_sendall(self._socket, frames)
+
+    def send_eof(self) -> None:
+        """Send nothing more: the other direction stays open."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     async def until(self, type: str) -> dict[str, Any]:
         """Read on until an event of this type, which may have been read already."""
