@@ -74,6 +74,8 @@ class SimulatedEngine:
         self.counters = Counters()
         self.running = 0
         self.waiting = 0
+        #: what its clients call the requests that are here, running and waiting
+        self.unfinished: list[str] = []
         self.started = time.time()
         self._faults: list[_Armed] = [_Armed(fault, fault.times) for fault in options.faults]
         self._places = asyncio.Semaphore(options.max_running)
@@ -190,7 +192,7 @@ class SimulatedEngine:
     # How it writes
 
     @contextmanager
-    def admit(self, plan: Plan) -> Iterator[Run]:
+    def admit(self, plan: Plan, name: str = "") -> Iterator[Run]:
         """Count the request while it is here; leaving before its last token is an abort. Raises BadRequest if full."""
         bound = self.options.max_unfinished
         if bound and self.running + self.waiting >= bound:
@@ -202,10 +204,12 @@ class SimulatedEngine:
                 type="Service Unavailable",
             )
         self.counters.requests += 1
+        self.unfinished.append(name)
         run = Run()
         try:
             yield run
         finally:
+            self.unfinished.remove(name)
             self.counters.generated_tokens += run.sent
             if run.sent >= len(plan.reasoning) + len(plan.answer):
                 self.counters.finished += 1

@@ -1,7 +1,7 @@
 """vLLM's HTTP API (0.32) over a ``SimulatedEngine``, and a way to make it fail.
 
 ``POST /simulate/faults`` takes a fault or a list of them, ``DELETE`` clears all; ``GET /simulate`` tells what was
-counted.
+counted, and in ``unfinished`` the ``X-Request-Id`` of each request that is here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Handlers:
             raise BadRequest(fault.message, status=fault.status, type="SimulatedFault")
         plan = self.engine.plan(body)
         answer = _Answer(self, request, body, plan)
-        with self.engine.admit(plan) as run:
+        with self.engine.admit(plan, request.headers.get("X-Request-Id", "")) as run:
             if body.get("stream"):
                 return await answer.stream(run)
             return await answer.whole(run)
@@ -150,7 +150,8 @@ class _Handlers:
 
     async def simulate(self, _request: web.Request) -> web.StreamResponse:
         engine = self.engine
-        return _json({"running": engine.running, "waiting": engine.waiting, **asdict(engine.counters)})
+        now = {"running": engine.running, "waiting": engine.waiting, "unfinished": engine.unfinished}
+        return _json(now | asdict(engine.counters))
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -303,6 +303,19 @@ async def test_what_it_counted_is_told(engine: SimulatedServer, http: aiohttp.Cl
     assert (got["running"], got["waiting"]) == (0, 0)
 
 
+async def test_it_names_the_requests_that_are_here(http: aiohttp.ClientSession) -> None:
+    """So that somebody outside can tell whose request was left running."""
+    async with simulated_server(SimulatedOptions(tokens_per_s=1)) as engine:
+        async with http.post(engine.url + CHAT, json=body(), headers={"X-Request-Id": "resp_1"}) as answer:
+            await answer.content.readline()
+            async with http.get(engine.url + "/simulate") as response:
+                assert (await response.json())["unfinished"] == ["resp_1"]
+            answer.close()
+        while engine.engine.running:
+            await asyncio.sleep(0.001)
+        assert engine.engine.unfinished == []
+
+
 # Its life
 
 
