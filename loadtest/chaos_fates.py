@@ -1,0 +1,146 @@
+"""What befalls the system while clients talk: replicas are killed, the store is restarted, all sockets are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from loadtest.chaos_client import Scene
+from loadtest.chaos_plan import Pool
+from loadtest.chaos_talk import Talk
+
+#: seconds after a kill in which the others take its answers over, before anything else befalls the system.
+TAKE_OVER_S = 6.0
+#: seconds after a restart of the store in which it may still show.
+SETTLE_S = 2.0
+#: seconds for which the store is away, at most.
+MOST_DOWN_S = 1.5
+#: seconds in which an answer must be under way that a kill can hit.
+BUSY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """How many of each."""
+
+    kills: int = 0
+    redis_restarts: int = 0
+    redis_losses: int = 0
+    double_faults: int = 0
+    storms: int = 0
+
+
+class Conductor:
+    """Lets them happen one after another, spread over the run, while answers are under way."""
+
+    def __init__(
+        self, scene: Scene, talks: Sequence[Talk], pool: Pool, *, http: aiohttp.ClientSession, fates: Fates, seed: str
+    ) -> None:
+        self._scene = scene
+        self._talks = talks
+        self._pool = pool
+        self._http = http
+        self._choose = random.Random(f"{seed} fates")
+        self._todo = [
+            *(self._kill for _ in range(fates.kills)),
+            *(self._restart for _ in range(fates.redis_restarts)),
+            *(self._lose for _ in range(fates.redis_losses)),
+            *(self._double for _ in range(fates.double_faults)),
+            *(self._storm for _ in range(fates.storms)),
+        ]
+        self._choose.shuffle(self._todo)
+
+    @property
+    def left(self) -> int:
+        """How many are still to come: clients must talk on until then."""
+        return len(self._todo)
+
+    async def run(self) -> None:
+        """All of them, each when its share of the turns is done."""
+        total = len(self._todo)
+        for number in range(total):
+            while self._pool.progress < (number + 0.5) / (total + 0.5):  # noqa: ASYNC110 (it is no event)
+                await asyncio.sleep(0.05)
+            await self._until_busy()
+            await self._todo[0]()
+            self._scene.shaken_at = time.monotonic()
+            self._todo.pop(0)
+
+    async def _until_busy(self) -> None:
+        """Wait until several answers are in the middle: a fault that hits nothing proves nothing."""
+        deadline = time.monotonic() + BUSY_S
+        while time.monotonic() < deadline:
+            busy = [talk for talk in self._talks if (answer := talk.answer) is not None and answer.in_the_middle]
+            if len(busy) * 3 >= len(self._talks):
+                return
+            await asyncio.sleep(0.02)
+
+    def _begin(self, what: str) -> None:
+        self._scene.tally.counts[what] += 1
+        self._scene.shaken_at = float("inf")  # until it is over
+        for talk in self._talks:
+            talk.client.note(f"! {what}")
+
+    async def _kill(self) -> None:
+        """``kill -9`` one replica, and start it again on its port."""
+        scene, world = self._scene, self._scene.world
+        replica = self._choose.choice(world.replicas)
+        running = [(talk, answer) for talk in self._talks if (answer := talk.answer) is not None and not answer.status]
+        owners = await asyncio.gather(*(scene.audit.owner(talk.session_id, answer.id) for talk, answer in running))
+        self._begin("replicas killed")
+        for talk in self._talks:
+            talk.killed()
+        at = await world.kill_replica(replica)
+        for (talk, answer), owner in zip(running, owners, strict=True):
+            if owner == replica.id and not answer.status and talk.answer is answer:
+                talk.bereaved(at)
+                scene.tally.counts["answers whose replica was killed"] += 1
+        await asyncio.sleep(self._choose.uniform(0, 1))
+        await world.start_replica(replica, self._http)
+        await asyncio.sleep(TAKE_OVER_S)
+
+    async def _restart(self) -> None:
+        """Restart the store; nothing is lost."""
+        scene = self._scene
+        self._begin("Redis restarts")
+        scene.restarting, scene.back_at = True, None
+        for talk in self._talks:
+            talk.store_went()
+        _, scene.back_at = await scene.world.valkey.restart(down_s=self._choose.uniform(0, MOST_DOWN_S))
+        await asyncio.sleep(SETTLE_S)
+        scene.restarting = False
+
+    async def _lose(self) -> None:
+        """Restart the store; its last second is lost."""
+        self._begin("Redis restarts that lost the last second")
+        self._scene.loss = True
+        for talk in self._talks:
+            talk.lost_data(double_fault=False)
+        _, self._scene.back_at = await self._scene.world.valkey.restart(lose=True)
+        await asyncio.sleep(TAKE_OVER_S)
+
+    async def _double(self) -> None:
+        """The store loses its last second, and a replica is killed in the same moment."""
+        scene, world = self._scene, self._scene.world
+        replica = self._choose.choice(world.replicas)
+        self._begin("double faults: a replica killed, and the last second lost")
+        scene.loss = True
+        for talk in self._talks:
+            talk.lost_data(double_fault=True)
+            talk.killed()
+        await world.kill_replica(replica)
+        _, scene.back_at = await world.valkey.restart(lose=True)
+        await world.start_replica(replica, self._http)
+        await asyncio.sleep(TAKE_OVER_S)
+
+    async def _storm(self) -> None:
+        """All sockets of all clients are reset at once, and all come back."""
+        self._begin("storms: all sockets cut at once")
+        for talk in self._talks:
+            talk.cut_now()
+        await asyncio.sleep(0.5)

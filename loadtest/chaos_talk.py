@@ -1,0 +1,417 @@
+"""A person who talks through a client, turn after turn, while faults befall them; each turn is checked at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+from chat_server.engine.simulated.text import Message, answer_for
+from loadtest.chaos_client import Client, Scene, SessionGone, Tab
+from loadtest.chaos_model import DELTA, Answer, Asked, Event, judge_conversation
+from loadtest.chaos_plan import Again, Cut, Pool, State, Stop, Strike, TurnPlan
+from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, FIRST_TEXT, RESTART_PAUSE, TAKE_OVER, Failure
+from loadtest.chaos_texts import Violation, check_same
+
+#: seconds for one turn with all that befalls it; then its session is stuck.
+TURN_S = 90.0
+#: seconds for a second window, and for a new connection, to be told what is stored already.
+TOLD_S = 20.0
+#: turns of one conversation.
+MOST_TURNS = 6
+#: seconds in which a cancelled answer must leave its engine.
+IDLE_S = 15.0
+
+_TOPICS = ("rivers", "Zürich", "数学", "emoji like 👩🏽‍💻", "trains at 9 a.m.", "שלום", "the sea", "e\u0301tudes")
+
+
+class Talk:
+    """One client's conversations. ``run`` until the pool of faults is empty."""
+
+    def __init__(self, scene: Scene, pool: Pool, name: str, seed: str, *, words: int, vary: bool) -> None:
+        self._scene = scene
+        self._pool = pool
+        self._name = name
+        self._choose = random.Random(f"{seed} {name}")
+        self._words = words
+        self._vary = vary
+        self._conversations = 0
+        self._turns = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is said yet: the next turn opens a new session."""
+        self._conversations += 1
+        self._asked: dict[str, Asked] = {}
+        #: (item id, role, text); an answer's id is the server's
+        self._said: list[tuple[str, str, str]] = []
+        self.client = Client(self._scene, f"{self._name}.{self._conversations}", self._asked, self._choose)
+        self._current: Asked | None = None
+        self._tab: Tab | None = None
+        self._away_s, self._storm = 0.0, 0
+        self._asked_at = 0.0
+        #: it was asked more than once, and the last time is not known to be done with
+        self._unconfirmed = False
+        self._stop_fields: dict[str, object] | None = None
+        self._gone: asyncio.Task[float | None] | None = None
+        self._stopped_at, self._stopped_where = 0.0, ""
+        #: when its answer's replica was killed, and whether its text stands still for a store that is away
+        self._bereaved_at: float | None = None
+        self._paused = False
+
+    async def run(self) -> None:
+        """Talk on; a conversation that shows a violation is left and told in the tally."""
+        try:
+            while (plan := self._pool.draw(self._choose)) is not None:
+                if len(self._said) >= 2 * MOST_TURNS:
+                    await self._leave()
+                try:
+                    async with asyncio.timeout(TURN_S):
+                        await self._turn(plan)
+                    self._scene.tally.counts["turns"] += 1
+                except SessionGone:
+                    self._scene.tally.counts["sessions that the store lost"] += 1
+                    await self._leave()
+                except TimeoutError:
+                    await self._fail(Violation("stuck", f"the turn did not end within {TURN_S:.0f} s"))
+                except Violation as violation:
+                    await self._fail(violation)
+                finally:
+                    self._pool.give_back(plan)
+        finally:
+            await self._leave()
+
+    async def _fail(self, violation: Violation) -> None:
+        who = f"{self.client.name}, session {self.client.session_id or '(none yet)'}"
+        trace = list(self.client.trace)
+        if self._tab is not None:
+            trace += ["the other window:", *list(self._tab.client.trace)[-20:]]
+        self._scene.tally.failures.append(Failure(who, violation, tuple(trace)))
+        await self._leave()
+
+    async def _leave(self) -> None:
+        if self._gone is not None:
+            self._gone.cancel()
+        if self._tab is not None:
+            await self._tab.close()
+        await self.client.leave()
+        self._begin()
+
+    # --- what befalls the system, told by who makes it
+
+    @property
+    def answer(self) -> Answer | None:
+        """The answer under way."""
+        return self.client.reader.answer_to(self._current.item_id) if self._current is not None else None
+
+    @property
+    def session_id(self) -> str:
+        return self.client.session_id
+
+    def killed(self) -> None:
+        """A replica is killed: any answer may begin one more making of its text."""
+        if self._current is not None:
+            self._current.kills += 1
+
+    def bereaved(self, at: float) -> None:
+        """It was the replica that makes this answer."""
+        self._bereaved_at = at
+
+    def lost_data(self, *, double_fault: bool) -> None:
+        """The store is about to lose its last second."""
+        for asked in self._asked.values():
+            asked.loss = True
+            asked.double_fault |= double_fault
+
+    def store_went(self) -> None:
+        answer = self.answer
+        self._paused = answer is not None and answer.in_the_middle and self.client.line is not None
+
+    def cut_now(self) -> None:
+        """Break the connection, whatever it is doing."""
+        if self.client.line is not None:
+            self._cut("in a storm over all clients, " + self._state())
+
+    # --- one turn
+
+    async def _turn(self, plan: TurnPlan) -> None:
+        asked = self._new_message(plan)
+        if self.client.line is None:
+            await self.client.connect()
+            await self.client.next()
+        if plan.needs_tab:
+            await self._open_tab(plan)
+        await self._strike(plan)  # idle
+        self._current = asked
+        self._unconfirmed, self._stop_fields, self._bereaved_at = False, None, None
+        self._said.append((asked.item_id, "user", asked.text))
+        await self._ask()
+        while not await self._is_over():
+            await self._strike(plan)
+            await self._next()
+        answer = self.answer
+        assert answer is not None, "it is over"
+        await self._strike(plan)  # done
+        await self._check(asked, answer)
+        self._current = None
+
+    def _new_message(self, plan: TurnPlan) -> Asked:
+        self._turns += 1
+        text = f"{self._name} {self._turns}: tell me of {self._choose.choice(_TOPICS)}"
+        if plan.reader is not None:
+            text += ", in 300 words"
+        asked = Asked(f"{self._name}-{self._conversations}-{self._turns}".replace(" ", "_"), text)
+        if self._vary:
+            asked.words = self._words
+        else:
+            spoken = [*self._said, ("", "user", text)]
+            messages: list[Message] = [{"role": role, "content": content} for _, role, content in spoken]
+            asked.expected = answer_for(messages, self._words)
+        self._asked[asked.item_id] = asked
+        return asked
+
+    async def _open_tab(self, plan: TurnPlan) -> None:
+        place = self.client.place
+        client = Client(
+            *(self._scene, f"{self.client.name}, other window", self._asked, self._choose, self.session_id),
+            small_buffer=plan.reader is not None,
+            frozen=plan.reader == "frozen",
+        )
+        self._tab = Tab(client, plan.reader)
+        await self._tab.open(place.replica if place is not None else None)
+
+    async def _ask(self, client: Client | None = None) -> None:
+        """Say it and ask for the answer; harmless when done again."""
+        asked, client = self._current, client or self.client
+        assert asked is not None, "a turn is under way"
+        content = [{"type": "input_text", "text": asked.text}]
+        item = {"id": asked.item_id, "type": "message", "role": "user", "content": content}
+        self._asked_at = time.monotonic()
+        await client.send("conversation.item.create", item=item)
+        await client.send("response.create", in_reply_to=asked.item_id)
+
+    def _state(self) -> State:
+        answer = self.answer
+        if self._current is None:
+            return "idle"
+        if answer is None:
+            return "asked"
+        if answer.status:
+            return "done"
+        if answer.whole:
+            return "ending"
+        return "text" if answer.text else "created"
+
+    async def _is_over(self) -> bool:
+        """Whether the answer has ended, and no other one to the same message can come."""
+        answer = self.answer
+        if answer is None or not answer.status:
+            return False
+        if answer.text or not self._unconfirmed:
+            return True
+        # It left nothing, and was asked for again: what comes of that is known when a later ping is answered.
+        if self.client.line is None:
+            await self._come_back()
+        fence = time.monotonic()
+        await self.client.send("ping", t=fence)
+        while (event := await self.client.next()) is not None:
+            if event["type"] == "pong" and event["t"] == fence:
+                self._unconfirmed = False
+                return self.answer is answer
+        return False
+
+    async def _next(self) -> None:
+        if self.client.line is None:
+            await self._come_back()
+        length = len(self.answer.text) if self.answer else 0
+        event = await self.client.next()
+        if event is None:
+            return
+        if event["type"] == "error":
+            await self._heed(event["error"])
+        elif event["type"] == DELTA and self.answer is not None and len(self.answer.text) > length:
+            self._measure(first=not length)
+
+    def _measure(self, *, first: bool) -> None:
+        now, scene = time.monotonic(), self._scene
+        if self._bereaved_at is not None:
+            scene.tally.latencies[TAKE_OVER].append(now - self._bereaved_at)
+            self._bereaved_at = None
+        elif self._paused and scene.back_at is not None:
+            scene.tally.latencies[RESTART_PAUSE].append(now - scene.back_at)
+            self._paused = False
+        elif first and scene.shaken_at < self._asked_at:
+            scene.tally.latencies[FIRST_TEXT].append(now - self._asked_at)
+
+    async def _heed(self, error: Event) -> None:
+        """An error is an answer too: some say "later", all others must not be."""
+        self._scene.tally.counts[f"errors, {error['code']}"] += 1
+        asked = self._current
+        assert asked is not None, "a turn is under way"
+        if error["code"] == "response_cancel_not_active" and any(one.stops for one in self._asked.values()):
+            return  # it came too late, or twice
+        lost = error["code"] in ("item_not_found", "session_not_found") and asked.loss
+        if not error["retryable"] and not lost:
+            raise Violation("refused", f"{error['event_id']}: {error['code']}, {error['message']}")
+        await asyncio.sleep((error.get("retry_after_ms") or 200) / 1000)
+        if str(error["event_id"]).startswith("response.cancel"):
+            await self._send_stop(self.client)
+        else:
+            self._unconfirmed = True
+            await self._ask()
+
+    # --- faults of this client's own
+
+    async def _strike(self, plan: TurnPlan) -> None:
+        """Make what is due now."""
+        while True:
+            answer = self.answer
+            strike = plan.due(self._state(), len(answer.text) if answer is not None else 0)
+            if strike is None:
+                return
+            await self._make(strike)
+
+    async def _make(self, strike: Strike) -> None:
+        match strike:
+            case Cut():
+                await asyncio.sleep(strike.delay_s)
+                self._cut(self._state())
+                self._away_s, self._storm = strike.away_s, strike.storm
+                answer = self.answer
+                if answer is not None and answer.text:
+                    await self._scene.audit.check_stored(self.session_id, answer)
+                if self._state() in ("idle", "done"):
+                    await self._come_back()
+            case Stop():
+                await self._stop(strike)
+            case Again():
+                other = self._tab.client if strike.where == "across" and self._tab is not None else self.client
+                self._scene.tally.counts[f"duplicate sends, {strike.where} replica, {self._state()}"] += 1
+                await self._ask(other)
+
+    def _cut(self, state: str) -> None:
+        self.client.cut(state)
+        self._paused = False
+
+    async def _come_back(self) -> None:
+        """Connect again: with the place where the answer was, else with all that was said, and ask again."""
+        storm, away_s = self._storm, self._away_s
+        self._storm, self._away_s = 0, 0.0
+        await asyncio.sleep(away_s)
+        for _ in range(storm):
+            await self._connect()
+            for _ in range(self._choose.randrange(4)):
+                await self.client.next()
+            self._cut("in a storm of one client, " + self._state())
+        await self._connect()
+        answer, asked = self.answer, self._current
+        if asked is not None and answer is None:
+            self._unconfirmed = True
+            await self._ask()
+        if self._stop_fields is not None and (answer is None or not answer.status):
+            await self._send_stop(self.client)
+
+    async def _connect(self) -> None:
+        answer = self.answer
+        # One that ended before any text was told has nothing to resume.
+        resume = answer if answer is not None and (answer.text or not answer.status) else None
+        await self.client.connect(resume=resume, history=self._current is not None and answer is None)
+
+    async def _stop(self, strike: Stop) -> None:
+        answer, asked = self.answer, self._current
+        assert asked is not None, "a turn is under way"
+        across = strike.where == "across" and self._tab is not None
+        client = self._tab.client if across and self._tab is not None else self.client
+        held = len(answer.text) if answer is not None else 0
+        fields: dict[str, object] = {}
+        if answer is not None:
+            fields["response_id"] = answer.id
+        if strike.seen is not None:
+            fields["seen"] = round(held * strike.seen)
+        self._stop_fields = fields
+        owner = await self._scene.audit.owner(self.session_id, answer.id) if answer is not None else ""
+        self._stopped_where = CANCEL_SAME if client.place is not None and client.place.id == owner else CANCEL_ACROSS
+        self._scene.tally.counts[f"cancels, {self._state()}"] += 1
+        self._stopped_at = time.monotonic()
+        await self._send_stop(client)
+        if answer is not None and self._gone is None:
+            self._gone = asyncio.create_task(self._scene.audit.until_gone(answer.id, IDLE_S))
+
+    async def _send_stop(self, client: Client) -> None:
+        asked, fields = self._current, self._stop_fields
+        assert asked is not None, "a turn is under way"
+        if fields is None:
+            return
+        told = client.reader.answer_to(asked.item_id)
+        seen = fields.get("seen")
+        # Without ``seen``: what was sent to that connection, which is at least what arrived.
+        cut = (seen, seen) if isinstance(seen, int) else (len(told.text) if told else 0, None)
+        asked.stops.append(cut)
+        await client.send("response.cancel", **fields)
+
+    # --- the end of a turn
+
+    async def _check(self, asked: Asked, answer: Answer) -> None:
+        """Compare what the client holds with the store, with the other window, and with a connection that is new."""
+        self._scene.tally.counts[f"answers that ended {answer.status}"] += 1
+        self._scene.audit.ended.setdefault(answer.id, time.monotonic())  # it may have been told by its item alone
+        if answer.text:
+            self._said.append((answer.item_id, "assistant", answer.text))
+        await self._eventually(asked, self._check_store)
+        if self._tab is not None:
+            copy = await self._tab.until_ended(answer, TOLD_S)
+            if copy is None:
+                raise Violation("stuck", f"another window was not told the end of {answer.id} within {TOLD_S:.0f} s")
+            check_same(copy.text, answer.text, "another window")
+            await self._tab.close()
+            self._tab = None
+        if self._choose.random() < 0.25:
+            await self._eventually(asked, self._check_history)
+        await self._check_idle(answer)
+
+    async def _eventually(self, asked: Asked, check: Callable[[], object]) -> None:
+        """What was told is stored, at once; only a store that lost data gets a moment until it is written again."""
+        deadline = time.monotonic() + 10.0
+        while True:
+            try:
+                await check()  # type: ignore[misc]
+                return
+            except Violation:
+                if not asked.loss or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.2)
+
+    async def _check_store(self) -> None:
+        stored = await self._scene.audit.stored(self.session_id)
+        judge_conversation(self._said, stored.items, "the store")
+        if stored.running:
+            raise Violation(
+                "end", f"the end of its answer was told, and {stored.running} is still running in the store"
+            )
+
+    async def _check_history(self) -> None:
+        client = Client(self._scene, f"{self.client.name}, history", self._asked, self._choose, self.session_id)
+        try:
+            await client.connect(history=True)
+            async with asyncio.timeout(TOLD_S):
+                created = await client.next()
+                while created is not None and len(client.reader.history) < created["item_count"]:
+                    if await client.next() is None:
+                        return  # whatever ended it was judged
+            judge_conversation(self._said, client.reader.history, "the history")
+        except TimeoutError:
+            raise Violation("stuck", f"the history was not told within {TOLD_S:.0f} s") from None
+        finally:
+            await client.leave()
+
+    async def _check_idle(self, answer: Answer) -> None:
+        """A cancelled answer has left its engine, and how soon."""
+        if self._gone is None:
+            return
+        task, self._gone = self._gone, None
+        gone = await task
+        if gone is None:
+            raise Violation("orphan", f"{answer.id} did not leave its engine within {IDLE_S:.0f} s of its cancel")
+        if answer.status == "cancelled" and self._scene.shaken_at < self._stopped_at:
+            self._scene.tally.latencies[self._stopped_where].append(gone - self._stopped_at)
