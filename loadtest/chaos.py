@@ -84,19 +84,23 @@ async def _talk(options: Options, scene: Scene, http: aiohttp.ClientSession, con
     ]
     conductor = Conductor(scene, talks, pool, http=http, fates=options.fates, seed=seed)
     pool.wait_for(lambda: conductor.left)
+
+    def orphan(violation: Violation) -> None:
+        scene.tally.failures.append(Failure("the engines", violation))
+
     timeout_s = RUN_S + RUN_S_PER_TURN * pool.expected_turns / options.clients
     title = "other text in each attempt" if options.vary else "answers known from the prompt"
     talking = asyncio.gather(*(talk.run() for talk in talks))
     others: list[asyncio.Task[None]] = [
         asyncio.create_task(conductor.run()),
-        asyncio.create_task(scene.audit.watch_engines()),
+        asyncio.create_task(scene.audit.watch_engines(orphan)),
     ]
     try:
         async with asyncio.timeout(timeout_s), _progress(scene.tally, pool, title, console):
             await _until_done(talking, others, scene.tally)
         await scene.audit.check_idle()
     except Violation as violation:
-        scene.tally.failures.append(Failure("the engines", violation))
+        orphan(violation)
     except TimeoutError:
         stuck = ", ".join(f"{talk.client.name} in {talk.session_id}" for talk in talks if talk.answer is not None)
         scene.tally.failures.append(Failure(stuck, Violation("stuck", f"the run did not end in {timeout_s:.0f} s")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,19 +120,24 @@ class Audit:
             await asyncio.sleep(CLOSE_LOOK_S)
         return None
 
-    async def watch_engines(self) -> None:
-        """Look for requests that nobody waits for, until cancelled. Raises Violation."""
+    def forget_ends(self, since: float) -> None:
+        """The store lost the ends that were told since then, and who could have written them again is dead."""
+        self.ended = {response_id: at for response_id, at in self.ended.items() if at < since}
+
+    async def watch_engines(self, found: Callable[[Violation], None]) -> None:
+        """Look for requests that nobody waits for, until cancelled; each is told once."""
         suspects: set[str] = set()
+        named: set[str] = set()
         while True:
             await asyncio.sleep(LOOK_S)
             looked = time.monotonic()
-            found = await self.on_engines()
-            late = {rid for rid in found if rid in self.ended and looked - self.ended[rid] > NOTICE_S}
-            now = late | {rid for rid, engines in found.items() if engines > 1}
-            if wrong := now & suspects:
-                response_id = min(wrong)
-                what = f"{found[response_id]} engines work on {response_id}"
-                raise Violation("orphan", what + (", which has ended" if response_id in late else " at the same time"))
+            working = await self.on_engines()
+            late = {rid for rid in working if rid in self.ended and looked - self.ended[rid] > NOTICE_S}
+            now = late | {rid for rid, engines in working.items() if engines > 1}
+            for response_id in now & suspects - named:
+                named.add(response_id)
+                why = "which has ended" if response_id in late else "at the same time"
+                found(Violation("orphan", f"{working[response_id]} engines work on {response_id}, {why}"))
             suspects = now
 
     async def check_idle(self, within_s: float = 3.0) -> None:

@@ -13,6 +13,7 @@ import aiohttp
 from loadtest.chaos_client import Scene
 from loadtest.chaos_plan import Pool
 from loadtest.chaos_talk import Talk
+from loadtest.chaos_world import LOST_S
 
 #: seconds after a kill in which the others take its answers over, before anything else befalls the system.
 TAKE_OVER_S = 6.0
@@ -133,7 +134,8 @@ class Conductor:
         for talk in self._talks:
             talk.lost_data(double_fault=True)
             talk.killed()
-        await world.kill_replica(replica)
+        at = await world.kill_replica(replica)
+        scene.audit.forget_ends(at - 2 * LOST_S)
         _, scene.back_at = await world.valkey.restart(lose=True)
         await world.start_replica(replica, self._http)
         await asyncio.sleep(TAKE_OVER_S)

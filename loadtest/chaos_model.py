@@ -164,7 +164,7 @@ class Reader:
             if answer.item_id == item_id and self.stage(answer) not in ("", "done"):
                 self._step(answer, kind)
                 if kind == "conversation.item.done":
-                    check_same(_text(event["item"]), answer.text, kind)
+                    check_same(answer.text, _text(event["item"]), kind)
                 return
         if kind == "conversation.item.deleted":
             raise Violation("order", f"item {item_id} was deleted, and nobody wanted that")
@@ -234,14 +234,14 @@ class Reader:
                 self._take_delta(answer, event, first=before == "part")
             case "response.output_text.done":
                 self._prove_resume(answer, None)
-                check_same(event["text"], answer.text, kind)
+                check_same(answer.text, event["text"], kind)
                 answer.whole = True
             case "response.content_part.done":
-                check_same(event["part"]["text"], answer.text, kind)
+                check_same(answer.text, event["part"]["text"], kind)
             case "response.output_item.done":
                 if before == "told":  # it ends without any text
                     self._replace(answer, "")
-                check_same(_text(event["item"]), answer.text, kind)
+                check_same(answer.text, _text(event["item"]), kind)
 
     def _take_delta(self, answer: Answer, event: Event, *, first: bool) -> None:
         offset, held = event["offset"], answer.text
@@ -308,7 +308,7 @@ class Reader:
         if answer.status and (answer.status != status):
             raise Violation("end", f"{answer.id} ended {answer.status}, and now {status}")
         answer.status, answer.whole = status, True
-        check_same("".join(map(_text, output)), answer.text, "the output")
+        check_same(answer.text, "".join(map(_text, output)), "the output")
         judge_end(answer, [(epoch, start) for item in output for epoch, start in item.get("epochs") or ()])
 
 

@@ -71,12 +71,12 @@ def percentile(values: list[float], part: float) -> float:
 
 def show(tally: Tally, console: Console, *, seed: int, seconds: float) -> None:
     """Print all of it; first what went wrong, so that the verdict stands last."""
-    for failure in tally.failures[:5]:
+    for failure in tally.failures[:8]:
         console.print(f"[bold red]{failure.violation.kind}[/]: {escape(failure.who)}: {escape(str(failure.violation))}")
         for line in failure.trace:
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
-    if len(tally.failures) > 5:
-        console.print(f"... and {len(tally.failures) - 5} more.")
+    if len(tally.failures) > 8:
+        console.print(f"... and {len(tally.failures) - 8} more.")
     console.print(_counts(tally))
     console.print(_latencies(tally))
     kinds = Counter(failure.violation.kind for failure in tally.failures)

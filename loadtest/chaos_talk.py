@@ -56,9 +56,11 @@ class Talk:
         self._stop_fields: dict[str, object] | None = None
         self._gone: asyncio.Task[float | None] | None = None
         self._stopped_at, self._stopped_where = 0.0, ""
-        #: when its answer's replica was killed, and whether its text stands still for a store that is away
-        self._bereaved_at: float | None = None
+        #: when its answer's replica was killed, and the epoch until then; whether its text waits for the store
+        self._bereaved: tuple[float, str] | None = None
         self._paused = False
+        #: the store lost data while a replica held an answer of this conversation, and so all of it
+        self._was_held = False
 
     async def run(self) -> None:
         """Talk on; a conversation that shows a violation is left and told in the tally."""
@@ -71,8 +73,13 @@ class Talk:
                         await self._turn(plan)
                     self._scene.tally.counts["turns"] += 1
                 except SessionGone:
-                    self._scene.tally.counts["sessions that the store lost"] += 1
-                    await self._leave()
+                    if self._was_held:
+                        await self._fail(
+                            Violation("lost", "the session is gone, and a replica held it with its answer")
+                        )
+                    else:
+                        self._scene.tally.counts["sessions that the store lost, with no answer under way"] += 1
+                        await self._leave()
                 except TimeoutError:
                     await self._fail(Violation("stuck", f"the turn did not end within {TURN_S:.0f} s"))
                 except Violation as violation:
@@ -116,13 +123,17 @@ class Talk:
 
     def bereaved(self, at: float) -> None:
         """It was the replica that makes this answer."""
-        self._bereaved_at = at
+        answer = self.answer
+        if answer is not None and answer.in_the_middle:
+            self._bereaved = at, answer.epoch
 
     def lost_data(self, *, double_fault: bool) -> None:
         """The store is about to lose its last second."""
         for asked in self._asked.values():
             asked.loss = True
             asked.double_fault |= double_fault
+        answer = self.answer
+        self._was_held = not double_fault and answer is not None and not answer.status
 
     def store_went(self) -> None:
         answer = self.answer
@@ -144,7 +155,7 @@ class Talk:
             await self._open_tab(plan)
         await self._strike(plan)  # idle
         self._current = asked
-        self._unconfirmed, self._stop_fields, self._bereaved_at = False, None, None
+        self._unconfirmed, self._stop_fields, self._bereaved = False, None, None
         self._said.append((asked.item_id, "user", asked.text))
         await self._ask()
         while not await self._is_over():
@@ -154,7 +165,7 @@ class Talk:
         assert answer is not None, "it is over"
         await self._strike(plan)  # done
         await self._check(asked, answer)
-        self._current = None
+        self._current = self._stop_fields = None
 
     def _new_message(self, plan: TurnPlan) -> Asked:
         self._turns += 1
@@ -231,13 +242,15 @@ class Talk:
         if event["type"] == "error":
             await self._heed(event["error"])
         elif event["type"] == DELTA and self.answer is not None and len(self.answer.text) > length:
-            self._measure(first=not length)
+            self._measure(self.answer, first=not length)
 
-    def _measure(self, *, first: bool) -> None:
+    def _measure(self, answer: Answer, *, first: bool) -> None:
         now, scene = time.monotonic(), self._scene
-        if self._bereaved_at is not None:
-            scene.tally.latencies[TAKE_OVER].append(now - self._bereaved_at)
-            self._bereaved_at = None
+        if self._bereaved is not None:
+            at, epoch = self._bereaved
+            if answer.epoch != epoch:  # else it was on its way already
+                scene.tally.latencies[TAKE_OVER].append(now - at)
+                self._bereaved = None
         elif self._paused and scene.back_at is not None:
             scene.tally.latencies[RESTART_PAUSE].append(now - scene.back_at)
             self._paused = False
