@@ -1,6 +1,7 @@
 # What one does with this project; `make help` lists it. Each target installs what it needs, once, into .venv.
 #
-#   make run ARGS="--port 8001 --engines 1"       ARGS go to `chat-server serve`, `pytest`, `chat-server doctor` or the load test
+#   make run ARGS="--port 8001 --engines 1"       ARGS go to `chat-server serve`, `pytest` or `chat-server doctor`
+#   make chaos CUTS=1000 ARGS="--seed 7"          and to the load tests; make chaos ARGS=--help tells what it does
 #   make install PYTHON=python3.12                another Python than the first fitting one
 
 .DEFAULT_GOAL := help
@@ -14,10 +15,11 @@ INSTALL := $(PIP) install --constraint constraints.txt
 # The CPU build of torch, for machines whose package index does not have it.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
+CUTS ?= 200
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -46,6 +48,9 @@ doctor: $(VENV)/.installed ## what is installed, reachable and healthy here
 
 bench-slow-readers: $(VENV)/.test ## what slow and frozen readers do to the others, and cost; ARGS="--help"
 	@$(BIN)/python -m loadtest.slow_readers $(ARGS)
+
+chaos: $(VENV)/.installed ## clients that judge every event while sockets, replicas and the store fail; CUTS=1000 for all
+	@$(BIN)/python -m loadtest.chaos --cuts $(CUTS) $(ARGS)
 
 browser: ## Chromium, for the tests of the page
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -160,20 +160,28 @@ def halves(options: Options, mode: str) -> list[Options]:
 
 
 #: of the cuts, if no number is given: one in so many
-SHARES = {"cancels": 5, "duplicates": 20, "slow": 50, "frozen": 50}
+SHARES = {
+    "cancels": 5,
+    "duplicates": 20,
+    "slow": 50,
+    "frozen": 50,
+    "kills": 200,
+    "redis_restarts": 333,
+    "redis_losses": 500,
+}
 COUNT = click.IntRange(0)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--cuts", default=200, type=COUNT, help="Sockets reset by their client, most of them in mid-answer.")
-@click.option("--cancels", type=COUNT, help="Answers stopped at random moments.  [default: a fifth of the cuts]")
-@click.option("--duplicates", type=COUNT, help="Messages sent twice.  [default: a twentieth of the cuts]")
-@click.option("--slow", type=COUNT, help="Windows that read slowly.  [default: a fiftieth of the cuts]")
-@click.option("--frozen", type=COUNT, help="Windows that stop reading for seconds.  [default: a fiftieth of the cuts]")
+@click.option("--cancels", type=COUNT, help="Answers stopped at random moments.  [default: 1 in 5 cuts]")
+@click.option("--duplicates", type=COUNT, help="Messages sent twice.  [default: 1 in 20 cuts]")
+@click.option("--slow", type=COUNT, help="Windows that read slowly.  [default: 1 in 50 cuts]")
+@click.option("--frozen", type=COUNT, help="Windows that stop reading for seconds.  [default: 1 in 50 cuts]")
 @click.option("--storms", default=2, type=COUNT, help="Times when all sockets are reset at once.")
-@click.option("--kills", default=0, type=COUNT, help="kill -9 of a replica, which comes back.")
-@click.option("--redis-restarts", default=0, type=COUNT, help="Restarts of the store that lose nothing.")
-@click.option("--redis-losses", default=0, type=COUNT, help="Restarts of the store that lose its last second.")
+@click.option("--kills", type=COUNT, help="kill -9 of a replica, which comes back.  [default: 1 in 200 cuts]")
+@click.option("--redis-restarts", type=COUNT, help="Restarts of Redis that lose nothing.  [default: 1 in 333 cuts]")
+@click.option("--redis-losses", type=COUNT, help="Restarts that lose its last second.  [default: 1 in 500 cuts]")
 @click.option("--double-faults", default=0, type=COUNT, help="Both at once: only here may a text be taken back.")
 @click.option(
     "--mode",
@@ -197,7 +205,7 @@ def main(mode: str, seed: int | None, **values: Any) -> None:
 
     \b
     python -m loadtest.chaos --cuts 30                        half a minute
-    python -m loadtest.chaos --cuts 1000 --kills 5 --redis-restarts 3
+    python -m loadtest.chaos --cuts 1000                      all of it, in some minutes
     python -m loadtest.chaos --mode vary --cuts 0 --kills 10 --storms 0
 
     The exit status is 1 if anything was lost, repeated, mixed or wrong, an engine was left at work, an answer has no
@@ -208,7 +216,7 @@ def main(mode: str, seed: int | None, **values: Any) -> None:
     cuts = values["cuts"]
     for name, part in SHARES.items():
         if values[name] is None:
-            values[name] = -(-cuts // part)
+            values[name] = round(cuts / part)
     wanted = Wanted(**{name: values.pop(name) for name in Wanted.__dataclass_fields__})
     fates = Fates(**{name: values.pop(name) for name in Fates.__dataclass_fields__})
     options = Options(seed=seed, vary=False, wanted=wanted, fates=fates, **values)

@@ -12,7 +12,6 @@ from typing import Any
 from loadtest.chaos_audit import Audit
 from loadtest.chaos_line import Line, Lost, Refused, Unreachable
 from loadtest.chaos_model import DELTA, Answer, Asked, Event, Reader
-from loadtest.chaos_plan import Pace
 from loadtest.chaos_report import RESUME, Tally
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import Replica, World
@@ -66,6 +65,8 @@ class Client:
     small_buffer: bool = False
     #: being dropped is the reader's own fault
     frozen: bool = False
+    #: the replica that makes its answer was killed: it waits for another one
+    bereaved: bool = False
     line: Line | None = None
     trace: deque[str] = field(default_factory=lambda: deque(maxlen=TRACED))
 
@@ -76,7 +77,7 @@ class Client:
 
     def note(self, what: str) -> None:
         """A line for the trace."""
-        self.trace.append(f"{time.monotonic():.3f} {what}")
+        self.trace.append(f"{time.monotonic():.3f} {self.name}: {what}")
 
     # --- connections
 
@@ -185,55 +186,8 @@ class Client:
         started, answer, held = self._resume
         if event["response_id"] == answer.id and (len(answer.text) > held or event["type"] != DELTA):
             self._resume = None
-            if self.scene.shaken_at < started and not answer.asked.stops:
+            if self.scene.shaken_at < started and not answer.asked.stops and not self.bereaved:
                 self.scene.tally.latencies[RESUME].append(time.monotonic() - started)
-
-
-class Tab:
-    """A second window on the session, at its own pace; it reads on its own until ``close``."""
-
-    def __init__(self, client: Client, pace: Pace | None) -> None:
-        self.client = client
-        self._pace = pace
-        self._task: asyncio.Task[None] | None = None
-
-    async def open(self, apart: Replica | None) -> None:
-        """Connect to another replica than ``apart`` and begin to read."""
-        await self.client.connect(apart=apart)
-        await self.client.next()
-        self._task = asyncio.create_task(self._read(), name=self.client.name)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        await self.client.leave()
-
-    async def until_ended(self, answer: Answer, timeout_s: float) -> Answer | None:
-        """This window's copy of an answer, when its end was told here too; None if that does not come in time."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self._task is not None and self._task.done():
-                self._task.result()  # a violation
-            copy = self.client.reader.answers.get(answer.id)
-            if copy is not None and copy.status:
-                return copy
-            await asyncio.sleep(0.02)
-        return None
-
-    async def _read(self) -> None:
-        client, choose = self.client, self.client.choose
-        while True:
-            event = await client.next()
-            if event is None:
-                answers = list(client.reader.answers.values())
-                unfinished = answers[-1] if answers and not answers[-1].status else None
-                await client.connect(resume=unfinished, history=unfinished is None)
-            elif self._pace == "slow" and event["type"] == DELTA:
-                await asyncio.sleep(choose.uniform(0, 0.02))
-            elif self._pace == "frozen" and event["type"] == DELTA and choose.random() < 0.01:
-                client.note("= frozen")
-                await asyncio.sleep(choose.uniform(1, 4))
 
 
 def _brief(event: Event) -> str:

@@ -69,7 +69,6 @@ class Conductor:
                 await asyncio.sleep(0.05)
             await self._until_busy()
             await self._todo[0]()
-            self._scene.shaken_at = time.monotonic()
             self._todo.pop(0)
 
     async def _until_busy(self) -> None:
@@ -87,6 +86,11 @@ class Conductor:
         for talk in self._talks:
             talk.client.note(f"! {what}")
 
+    async def _settle(self, seconds: float) -> None:
+        """It is over, but it shows for a while; latencies count again, of whatever was not hit."""
+        self._scene.shaken_at = time.monotonic()
+        await asyncio.sleep(seconds)
+
     async def _kill(self) -> None:
         """``kill -9`` one replica, and start it again on its port."""
         scene, world = self._scene, self._scene.world
@@ -103,7 +107,7 @@ class Conductor:
                 scene.tally.counts["answers whose replica was killed"] += 1
         await asyncio.sleep(self._choose.uniform(0, 1))
         await world.start_replica(replica, self._http)
-        await asyncio.sleep(TAKE_OVER_S)
+        await self._settle(TAKE_OVER_S)
 
     async def _restart(self) -> None:
         """Restart the store; nothing is lost."""
@@ -113,7 +117,7 @@ class Conductor:
         for talk in self._talks:
             talk.store_went()
         _, scene.back_at = await scene.world.valkey.restart(down_s=self._choose.uniform(0, MOST_DOWN_S))
-        await asyncio.sleep(SETTLE_S)
+        await self._settle(SETTLE_S)
         scene.restarting = False
 
     async def _lose(self) -> None:
@@ -123,7 +127,7 @@ class Conductor:
         for talk in self._talks:
             talk.lost_data(double_fault=False)
         _, self._scene.back_at = await self._scene.world.valkey.restart(lose=True)
-        await asyncio.sleep(TAKE_OVER_S)
+        await self._settle(TAKE_OVER_S)
 
     async def _double(self) -> None:
         """The store loses its last second, and a replica is killed in the same moment."""
@@ -138,11 +142,11 @@ class Conductor:
         scene.audit.forget_ends(at - 2 * LOST_S)
         _, scene.back_at = await world.valkey.restart(lose=True)
         await world.start_replica(replica, self._http)
-        await asyncio.sleep(TAKE_OVER_S)
+        await self._settle(TAKE_OVER_S)
 
     async def _storm(self) -> None:
         """All sockets of all clients are reset at once, and all come back."""
         self._begin("storms: all sockets cut at once")
         for talk in self._talks:
             talk.cut_now()
-        await asyncio.sleep(0.5)
+        await self._settle(0.5)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 
 from chat_server.engine.simulated.text import Message, answer_for
-from loadtest.chaos_client import Client, Scene, SessionGone, Tab
-from loadtest.chaos_model import DELTA, Answer, Asked, Event, judge_conversation
+from loadtest.chaos_checks import check_history, check_store, eventually
+from loadtest.chaos_client import Client, Scene, SessionGone
+from loadtest.chaos_model import DELTA, Answer, Asked, Event
 from loadtest.chaos_plan import Again, Cut, Pool, State, Stop, Strike, TurnPlan
 from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, FIRST_TEXT, RESTART_PAUSE, TAKE_OVER, Failure
+from loadtest.chaos_tab import Tab
 from loadtest.chaos_texts import Violation, check_same
 
 #: seconds for one turn with all that befalls it; then its session is stuck.
 TURN_S = 90.0
-#: seconds for a second window, and for a new connection, to be told what is stored already.
-TOLD_S = 20.0
 #: turns of one conversation.
 MOST_TURNS = 6
 #: seconds in which a cancelled answer must leave its engine.
@@ -126,6 +125,7 @@ class Talk:
         answer = self.answer
         if answer is not None and answer.in_the_middle:
             self._bereaved = at, answer.epoch
+        self.client.bereaved = True
 
     def lost_data(self, *, double_fault: bool) -> None:
         """The store is about to lose its last second."""
@@ -156,6 +156,7 @@ class Talk:
         await self._strike(plan)  # idle
         self._current = asked
         self._unconfirmed, self._stop_fields, self._bereaved = False, None, None
+        self.client.bereaved = False
         self._said.append((asked.item_id, "user", asked.text))
         await self._ask()
         while not await self._is_over():
@@ -277,8 +278,8 @@ class Talk:
     # --- faults of this client's own
 
     async def _strike(self, plan: TurnPlan) -> None:
-        """Make what is due now."""
-        while True:
+        """Make what is due now; after a cut, only when the client is back."""
+        while self.client.line is not None:
             answer = self.answer
             strike = plan.due(self._state(), len(answer.text) if answer is not None else 0)
             if strike is None:
@@ -305,7 +306,7 @@ class Talk:
 
     def _cut(self, state: str) -> None:
         self.client.cut(state)
-        self._paused = False
+        self._paused, self._bereaved = False, None
 
     async def _come_back(self) -> None:
         """Connect again: with the place where the answer was, else with all that was said, and ask again."""
@@ -371,52 +372,16 @@ class Talk:
         self._scene.audit.ended.setdefault(answer.id, time.monotonic())  # it may have been told by its item alone
         if answer.text:
             self._said.append((answer.item_id, "assistant", answer.text))
-        await self._eventually(asked, self._check_store)
+        audit, said = self._scene.audit, self._said
+        await eventually(asked, lambda: check_store(audit, self.session_id, said))
         if self._tab is not None:
-            copy = await self._tab.until_ended(answer, TOLD_S)
-            if copy is None:
-                raise Violation("stuck", f"another window was not told the end of {answer.id} within {TOLD_S:.0f} s")
-            check_same(copy.text, answer.text, "another window")
+            check_same((await self._tab.until_ended(answer)).text, answer.text, "another window")
             await self._tab.close()
             self._tab = None
         if self._choose.random() < 0.25:
-            await self._eventually(asked, self._check_history)
+            new = Client(self._scene, "history", self._asked, self._choose, self.session_id, trace=self.client.trace)
+            await eventually(asked, lambda: check_history(new, said))
         await self._check_idle(answer)
-
-    async def _eventually(self, asked: Asked, check: Callable[[], object]) -> None:
-        """What was told is stored, at once; only a store that lost data gets a moment until it is written again."""
-        deadline = time.monotonic() + 10.0
-        while True:
-            try:
-                await check()  # type: ignore[misc]
-                return
-            except Violation:
-                if not asked.loss or time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.2)
-
-    async def _check_store(self) -> None:
-        stored = await self._scene.audit.stored(self.session_id)
-        judge_conversation(self._said, stored.items, "the store")
-        if stored.running:
-            raise Violation(
-                "end", f"the end of its answer was told, and {stored.running} is still running in the store"
-            )
-
-    async def _check_history(self) -> None:
-        client = Client(self._scene, f"{self.client.name}, history", self._asked, self._choose, self.session_id)
-        try:
-            await client.connect(history=True)
-            async with asyncio.timeout(TOLD_S):
-                created = await client.next()
-                while created is not None and len(client.reader.history) < created["item_count"]:
-                    if await client.next() is None:
-                        return  # whatever ended it was judged
-            judge_conversation(self._said, client.reader.history, "the history")
-        except TimeoutError:
-            raise Violation("stuck", f"the history was not told within {TOLD_S:.0f} s") from None
-        finally:
-            await client.leave()
 
     async def _check_idle(self, answer: Answer) -> None:
         """A cancelled answer has left its engine, and how soon."""

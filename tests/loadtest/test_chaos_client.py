@@ -1,0 +1,156 @@
+"""A chaos client against servers that lie, on real sockets: what it is told wrongly it says, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import orjson
+import pytest
+import websockets.asyncio.server
+from websockets.asyncio.server import ServerConnection
+
+from loadtest.chaos_audit import Audit
+from loadtest.chaos_client import Client, Scene
+from loadtest.chaos_line import Line, Lost, Refused, Unreachable
+from loadtest.chaos_model import Asked
+from loadtest.chaos_report import Tally
+from loadtest.chaos_texts import Violation
+from loadtest.chaos_world import Process, Replica, World, free_port
+from tests.loadtest.test_chaos_model import CREATED, whole_stream
+
+pytestmark = pytest.mark.server
+
+Serve = Callable[[ServerConnection], Awaitable[None]]
+
+
+@asynccontextmanager
+async def client_of(serve: Serve) -> AsyncIterator[Client]:
+    """A client of a server that does this with each connection."""
+    async with websockets.asyncio.server.serve(serve, "127.0.0.1", 0) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        replica = Replica(Process("fake", [], Path()), f"http://127.0.0.1:{port}", id="replica_1", up=True)
+        world = World(cast("Any", None), [], [], [replica])
+        async with aiohttp.ClientSession() as http:
+            audit = Audit("redis://127.0.0.1:1", [], http)
+            asked = {"item_1": Asked("item_1", "Hello 👋", words=None, expected=None)}
+            asked["item_1"].expected = "".join(event.get("delta", "") for event in whole_stream())
+            client = Client(Scene(world, audit, Tally()), "test", asked, random.Random(1))
+            try:
+                yield client
+            finally:
+                await client.leave()
+                await audit.close()
+
+
+def telling(events: list[dict[str, Any]], *, close: int | None = None) -> Serve:
+    async def serve(connection: ServerConnection) -> None:
+        for event in events:
+            await connection.send(orjson.dumps(event).decode())
+        if close is not None:
+            await connection.close(close)
+        await connection.wait_closed()
+
+    return serve
+
+
+async def read(client: Client) -> str | None:
+    """Connect and read until the answer has ended or the connection is gone; the kind of the violation, if any."""
+    try:
+        await client.connect()
+        while (event := await client.next()) is not None:
+            if event["type"] == "response.done":
+                break
+    except Violation as violation:
+        return violation.kind
+    return None
+
+
+async def test_a_server_that_is_right_passes() -> None:
+    """The end of the answer is noted, for the watch over the engines."""
+    async with client_of(telling(whole_stream())) as client:
+        assert await read(client) is None
+        assert list(client.scene.audit.ended) == ["resp_1"]
+
+
+async def test_a_delta_less_is_seen() -> None:
+    """And the trace says what came before."""
+    events = [event for n, event in enumerate(whole_stream()) if n != 20]
+    async with client_of(telling(events)) as client:
+        assert await read(client) == "lost"
+        assert "response.output_text.delta" in client.trace[-1]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1011, "refused"), (1008, "refused"), (1012, None)])
+async def test_a_connection_that_ends_needs_a_reason(code: int, kind: str | None) -> None:
+    """1012 asks the client to come back; a fault in the server is one."""
+    async with client_of(telling([CREATED], close=code)) as client:
+        assert await read(client) == kind
+
+
+async def test_a_restart_of_redis_is_no_reason() -> None:
+    """Connections live through it."""
+    async with client_of(telling([CREATED], close=1012)) as client:
+        client.scene.restarting = True
+        assert await read(client) == "refused"
+
+
+async def test_a_replica_that_was_killed_is_a_reason() -> None:
+    """Also when it is back already."""
+    async with client_of(telling([CREATED], close=1011)) as client:
+        await client.connect()
+        client.scene.world.replicas[0].id = "replica_2"
+        assert await client.next() is not None
+        assert await client.next() is None
+
+
+async def test_silence_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has nothing to say sends heartbeats."""
+    monkeypatch.setattr("loadtest.chaos_client.SILENCE_S", 0.1)
+    async with client_of(telling([CREATED])) as client:
+        assert await read(client) == "stuck"
+
+
+async def test_a_cut_is_a_reset() -> None:
+    """The other side gets no close frame, and at once."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def serve(connection: ServerConnection) -> None:
+        await connection.send(orjson.dumps(CREATED).decode())
+        await connection.wait_closed()
+        ended.set_result(connection.close_code or 0)
+
+    async with client_of(serve) as client:
+        await client.connect()
+        await client.next()
+        line = client.line
+        assert line is not None
+        client.cut("text")
+        started = time.monotonic()
+        assert await ended == 1006
+        assert time.monotonic() - started < 1.0
+        assert await client.next() is None
+        assert client.scene.tally.cuts == {"text": 1}
+        with pytest.raises(Lost):
+            await line.recv(1.0)
+
+
+async def test_nobody_there_is_no_refusal() -> None:
+    """A replica that is down is another thing than one that says no."""
+    with pytest.raises(Unreachable):
+        await Line.open(f"ws://127.0.0.1:{free_port()}/v1/realtime", {})
+
+    def no(connection: ServerConnection, _: object) -> Any:
+        return connection.respond(404, '{"error": {"code": "session_not_found"}}')
+
+    async with websockets.asyncio.server.serve(telling([]), "127.0.0.1", 0, process_request=no) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        with pytest.raises(Refused) as refusal:
+            await Line.open(f"ws://127.0.0.1:{port}/v1/realtime", {})
+        assert (refusal.value.status, refusal.value.code) == (404, "session_not_found")
