@@ -87,13 +87,13 @@ class Replica:
 class Valkey:
     """The store. ``restart`` loses nothing; with ``lose_s`` it loses its last writes, as when its host dies."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, binary: Path) -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         self._folder = folder
         self._sizes: list[tuple[float, int]] = []
         command = [
-            *(str(find_binary()), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *(str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
             *("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--maxmemory-policy", "noeviction"),
             *("--auto-aof-rewrite-percentage", "0", "--protected-mode", "no"),
         ]
@@ -186,7 +186,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """Start it, and stop all of it at the end. Raises WorldError, with the log of what did not come up."""
     async with AsyncExitStack() as stack:
-        valkey = Valkey(folder / "valkey")
+        valkey = Valkey(folder / "valkey", await asyncio.to_thread(find_binary))
         stack.push_async_callback(valkey.process.stop)
         await valkey.start()
         urls, processes = [], []
