@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.chaos_audit import Audit
+from loadtest.chaos_cancel import measure
 from loadtest.chaos_client import Scene
 from loadtest.chaos_fates import Conductor, Fates
 from loadtest.chaos_plan import Pool, Wanted
-from loadtest.chaos_report import Failure, Tally, show
+from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, Failure, Tally, show
 from loadtest.chaos_talk import Talk
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import WorldError, world
@@ -36,6 +37,8 @@ MOST_FAILURES = 20
 #: seconds that a run may take per turn of each client, and at least; after that it is stuck.
 RUN_S_PER_TURN = 30.0
 RUN_S = 180.0
+#: answers of a vLLM server that are cancelled, on the replica that makes them and on another one.
+VLLM_CANCELS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,18 @@ async def run(options: Options, tally: Tally, console: Console) -> None:
                 await audit.close()
 
 
+async def run_vllm(url: str, tally: Tally) -> None:
+    """Measure the cancels of a vLLM server that runs and has nothing else to do."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
+            world(Path(folder), replicas=2, engines=0, engine_options=[], http=http, others=(url,)) as running,
+        ):
+            same, across = await measure(running.replicas, url, http, VLLM_CANCELS)
+            tally.latencies[f"{CANCEL_SAME}, vLLM"] += same
+            tally.latencies[f"{CANCEL_ACROSS}, vLLM"] += across
+
+
 async def _talk(options: Options, scene: Scene, http: aiohttp.ClientSession, console: Console) -> None:
     """All clients at once, until all faults were made; then nothing may be left over."""
     seed = f"{options.seed} {'vary' if options.vary else 'known'}"
@@ -98,7 +113,8 @@ async def _talk(options: Options, scene: Scene, http: aiohttp.ClientSession, con
     try:
         async with asyncio.timeout(timeout_s), _progress(scene.tally, pool, title, console):
             await _until_done(talking, others, scene.tally)
-        await scene.audit.check_idle()
+        if talking.done():  # else it was given up
+            await scene.audit.check_idle()
     except Violation as violation:
         orphan(violation)
     except TimeoutError:
@@ -195,8 +211,9 @@ COUNT = click.IntRange(0)
 @click.option("--engines", default=3, type=click.IntRange(1), help="Simulated engines.")
 @click.option("--tokens-per-s", default=100.0, type=click.FloatRange(1), help="Speed of one answer.")
 @click.option("--words", default=110, type=click.IntRange(20), help="Words of an answer.")
+@click.option("--vllm", metavar="URL", help="A vLLM server with nothing else to do: its cancels are measured too.")
 @click.option("--seed", type=int, help="Draws the faults; a failed run tells its own.  [default: a random one]")
-def main(mode: str, seed: int | None, **values: Any) -> None:
+def main(mode: str, seed: int | None, vllm: str | None, **values: Any) -> None:
     """Break sockets, replicas and the store while clients talk, and judge every event that reaches them.
 
     Each client applies the protocol's offset rule and checks the order of events, that nothing is told before it is
@@ -226,6 +243,8 @@ def main(mode: str, seed: int | None, **values: Any) -> None:
     try:
         for half in halves(options, mode):
             asyncio.run(run(half, tally, console))
+        if vllm is not None:
+            asyncio.run(run_vllm(vllm.rstrip("/"), tally))
     except WorldError as error:
         console.print(f"[red]{error}[/]")
         sys.exit(2)

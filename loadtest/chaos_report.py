@@ -28,6 +28,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
 }
+#: violations that are shown with their events.
+MOST_SHOWN = 5
 #: of the resumes in mid-answer, the part that must go on from their offset.
 WENT_ON = 0.99
 
@@ -70,16 +72,18 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def show(tally: Tally, console: Console, *, seed: int, seconds: float) -> None:
-    """Print all of it; first what went wrong, so that the verdict stands last."""
-    for failure in tally.failures[:8]:
+    """Print all of it; first what went wrong, one of each kind at least, so that the verdict stands last."""
+    kinds = Counter(failure.violation.kind for failure in tally.failures)
+    shown = [next(f for f in tally.failures if f.violation.kind == kind) for kind in kinds]
+    shown += [failure for failure in tally.failures if failure not in shown][: max(MOST_SHOWN - len(shown), 0)]
+    for failure in shown:
         console.print(f"[bold red]{failure.violation.kind}[/]: {escape(failure.who)}: {escape(str(failure.violation))}")
         for line in failure.trace:
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
-    if len(tally.failures) > 8:
-        console.print(f"... and {len(tally.failures) - 8} more.")
+    if len(tally.failures) > len(shown):
+        console.print(f"... and {len(tally.failures) - len(shown)} more.")
     console.print(_counts(tally))
     console.print(_latencies(tally))
-    kinds = Counter(failure.violation.kind for failure in tally.failures)
     if tally.holds:
         console.print(
             f"[bold green]Every guarantee held[/] in {seconds:.0f} s: nothing lost, repeated, mixed or wrong, "

@@ -182,9 +182,18 @@ class World:
 
 @asynccontextmanager
 async def world(
-    folder: Path, *, replicas: int, engines: int, engine_options: list[str], http: aiohttp.ClientSession
+    folder: Path,
+    *,
+    replicas: int,
+    engines: int,
+    engine_options: list[str],
+    http: aiohttp.ClientSession,
+    others: tuple[str, ...] = (),
 ) -> AsyncIterator[World]:
-    """Start it, and stop all of it at the end. Raises WorldError, with the log of what did not come up."""
+    """Start it, and stop all of it at the end; ``others`` are the URLs of engines that run already.
+
+    Raises WorldError, with the log of what did not come up.
+    """
     async with AsyncExitStack() as stack:
         valkey = Valkey(folder / "valkey", await asyncio.to_thread(find_binary))
         stack.push_async_callback(valkey.process.stop)
@@ -198,7 +207,9 @@ async def world(
         servers = []
         for n in range(replicas):
             port = free_port()
-            addresses = [part for m, url in enumerate(urls, 1) for part in ("--engine", f"engine-{m}={url}")]
+            addresses = [
+                part for m, url in enumerate((*urls, *others), 1) for part in ("--engine", f"engine-{m}={url}")
+            ]
             command = [
                 *(*_PYTHON, "serve", "--port", str(port), "--redis", valkey.url, *addresses),
                 *("--data-dir", str(folder), "--log-level", "info"),
