@@ -13,7 +13,7 @@ import aiohttp
 from loadtest.chaos_client import Scene
 from loadtest.chaos_plan import Pool
 from loadtest.chaos_talk import Talk
-from loadtest.chaos_world import LOST_S
+from loadtest.chaos_world import LOST_S, Replica
 
 #: seconds after a kill in which the others take its answers over, before anything else befalls the system.
 TAKE_OVER_S = 6.0
@@ -98,9 +98,7 @@ class Conductor:
         running = [(talk, answer) for talk in self._talks if (answer := talk.answer) is not None and not answer.status]
         owners = await asyncio.gather(*(scene.audit.owner(talk.session_id, answer.id) for talk, answer in running))
         self._begin("replicas killed")
-        for talk in self._talks:
-            talk.killed()
-        at = await world.kill_replica(replica)
+        at = await self._kill_now(replica)
         for (talk, answer), owner in zip(running, owners, strict=True):
             if owner == replica.id and not answer.status and talk.answer is answer:
                 talk.bereaved(at)
@@ -108,6 +106,14 @@ class Conductor:
         await asyncio.sleep(self._choose.uniform(0, 1))
         await world.start_replica(replica, self._http)
         await self._settle(TAKE_OVER_S)
+
+    async def _kill_now(self, replica: Replica) -> float:
+        """Kill it, and tell all whose answers it may make, also those that began while we were about it."""
+        noted = [talk.killed() for talk in self._talks]
+        at = await self._scene.world.kill_replica(replica)
+        for talk, already in zip(self._talks, noted, strict=True):
+            talk.killed(already)
+        return at
 
     async def _restart(self) -> None:
         """Restart the store; nothing is lost."""
@@ -137,8 +143,7 @@ class Conductor:
         scene.loss = True
         for talk in self._talks:
             talk.lost_data(double_fault=True)
-            talk.killed()
-        at = await world.kill_replica(replica)
+        at = await self._kill_now(replica)
         scene.audit.forget_ends(at - 2 * LOST_S)
         _, scene.back_at = await world.valkey.restart(lose=True)
         await world.start_replica(replica, self._http)

@@ -115,10 +115,11 @@ class Talk:
     def session_id(self) -> str:
         return self.client.session_id
 
-    def killed(self) -> None:
-        """A replica is killed: any answer may begin one more making of its text."""
-        if self._current is not None:
+    def killed(self, already: Asked | None = None) -> Asked | None:
+        """A replica is killed: any answer may begin one more making of its text, one that is noted ``already`` aside."""
+        if self._current is not None and self._current is not already:
             self._current.kills += 1
+        return self._current
 
     def bereaved(self, at: float) -> None:
         """It was the replica that makes this answer."""
