@@ -116,7 +116,7 @@ class Talk:
         return self.client.session_id
 
     def killed(self, already: Asked | None = None) -> Asked | None:
-        """A replica is killed: any answer may begin one more making of its text, one that is noted ``already`` aside."""
+        """A replica is killed: any answer may begin one more making of its text, all but ``already``."""
         if self._current is not None and self._current is not already:
             self._current.kills += 1
         return self._current
