@@ -140,7 +140,7 @@ class Audit:
                 found(Violation("orphan", f"{working[response_id]} engines work on {response_id}, {why}"))
             suspects = now
 
-    async def check_idle(self, within_s: float = 3.0) -> None:
+    async def check_idle(self, within_s: float = 10.0) -> None:
         """No engine works on anything any more. Raises Violation."""
         deadline = time.monotonic() + within_s
         while left := await self.on_engines():

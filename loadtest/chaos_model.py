@@ -186,6 +186,7 @@ class Reader:
         answer = self.answers.setdefault(item["response_id"], Answer(asked, item["response_id"]))
         self._replace(answer, _text(item))
         answer.item_id, answer.whole = item["id"], True
+        answer.epoch = item["epochs"][-1][0]
         status = (item.get("status_details") or {}).get("type") or item["status"]
         self._stages[answer.id] = "done"
         self._end(answer, status, [item])

@@ -52,6 +52,8 @@ class Talk:
         self._asked_at = 0.0
         #: it was asked more than once, and the last time is not known to be done with
         self._unconfirmed = False
+        #: it was asked on a connection that broke: that may be carried out at any later time
+        self._may_come_late = False
         self._stop_fields: dict[str, object] | None = None
         self._gone: asyncio.Task[float | None] | None = None
         self._stopped_at, self._stopped_where = 0.0, ""
@@ -156,7 +158,7 @@ class Talk:
             await self._open_tab(plan)
         await self._strike(plan)  # idle
         self._current = asked
-        self._unconfirmed, self._stop_fields, self._bereaved = False, None, None
+        self._unconfirmed, self._may_come_late, self._stop_fields, self._bereaved = False, False, None, None
         self.client.bereaved = False
         self._said.append((asked.item_id, "user", asked.text))
         await self._ask()
@@ -165,9 +167,14 @@ class Talk:
             await self._next()
         answer = self.answer
         assert answer is not None, "it is over"
+        if self._may_come_late and not answer.text:
+            # The first wish for an answer may rightly make one now, at any time: nothing that follows is certain.
+            self._scene.tally.counts["conversations left, for an earlier wish may still be carried out"] += 1
+            return await self._leave()
         await self._strike(plan)  # done
         await self._check(asked, answer)
         self._current = self._stop_fields = None
+        return None
 
     def _new_message(self, plan: TurnPlan) -> Asked:
         self._turns += 1
@@ -322,7 +329,7 @@ class Talk:
         await self._connect()
         answer, asked = self.answer, self._current
         if asked is not None and answer is None:
-            self._unconfirmed = True
+            self._unconfirmed = self._may_come_late = True
             await self._ask()
         if self._stop_fields is not None and (answer is None or not answer.status):
             await self._send_stop(self.client)
