@@ -11,7 +11,8 @@ from loadtest.chaos_checks import check_history, check_store, eventually
 from loadtest.chaos_client import Client, Scene, SessionGone
 from loadtest.chaos_model import DELTA, Answer, Asked, Event
 from loadtest.chaos_plan import Again, Cut, Pool, State, Stop, Strike, TurnPlan
-from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, FIRST_TEXT, RESTART_PAUSE, TAKE_OVER, Failure
+from loadtest.chaos_report import FIRST_TEXT, RESTART_PAUSE, TAKE_OVER, Failure
+from loadtest.chaos_stop import Stopping
 from loadtest.chaos_tab import Tab
 from loadtest.chaos_texts import Violation, check_same
 
@@ -19,8 +20,8 @@ from loadtest.chaos_texts import Violation, check_same
 TURN_S = 90.0
 #: turns of one conversation.
 MOST_TURNS = 6
-#: seconds in which a cancelled answer must leave its engine.
-IDLE_S = 15.0
+#: seconds of silence after which a client asks again for an answer whose store lost data.
+UNHEARD_S = 8.0
 
 _TOPICS = ("rivers", "Zürich", "数学", "emoji like 👩🏽‍💻", "trains at 9 a.m.", "שלום", "the sea", "e\u0301tudes")
 
@@ -54,9 +55,7 @@ class Talk:
         self._unconfirmed = False
         #: it was asked on a connection that broke: that may be carried out at any later time
         self._may_come_late = False
-        self._stop_fields: dict[str, object] | None = None
-        self._gone: asyncio.Task[float | None] | None = None
-        self._stopped_at, self._stopped_where = 0.0, ""
+        self._stopping: Stopping | None = None
         #: when its answer's replica was killed, and the epoch until then; whether its text waits for the store
         self._bereaved: tuple[float, str] | None = None
         self._paused = False
@@ -99,8 +98,8 @@ class Talk:
         await self._leave()
 
     async def _leave(self) -> None:
-        if self._gone is not None:
-            self._gone.cancel()
+        if self._stopping is not None:
+            self._stopping.close()
         if self._tab is not None:
             await self._tab.close()
         await self.client.leave()
@@ -158,7 +157,7 @@ class Talk:
             await self._open_tab(plan)
         await self._strike(plan)  # idle
         self._current = asked
-        self._unconfirmed, self._may_come_late, self._stop_fields, self._bereaved = False, False, None, None
+        self._unconfirmed, self._may_come_late, self._stopping, self._bereaved = False, False, None, None
         self.client.bereaved = False
         self._said.append((asked.item_id, "user", asked.text))
         await self._ask()
@@ -173,7 +172,7 @@ class Talk:
             return await self._leave()
         await self._strike(plan)  # done
         await self._check(asked, answer)
-        self._current = self._stop_fields = None
+        self._current = self._stopping = None
         return None
 
     def _new_message(self, plan: TurnPlan) -> Asked:
@@ -245,13 +244,28 @@ class Talk:
         if self.client.line is None:
             await self._come_back()
         length = len(self.answer.text) if self.answer else 0
-        event = await self.client.next()
+        event = await self._hear()
         if event is None:
             return
         if event["type"] == "error":
             await self._heed(event["error"])
         elif event["type"] == DELTA and self.answer is not None and len(self.answer.text) > length:
             self._measure(self.answer, first=not length)
+
+    async def _hear(self) -> Event | None:
+        """The next event. An answer of which the store knows nothing any more is not told: it is asked for again."""
+        asked = self._current
+        if asked is None or not asked.loss:
+            return await self.client.next()
+        try:
+            async with asyncio.timeout(UNHEARD_S):
+                return await self.client.next()
+        except TimeoutError:
+            self._scene.tally.counts["answers asked for again after a loss"] += 1
+            self.client.cut("unheard, after a loss")
+            await self.client.connect(history=True)
+            await self._ask()
+            return None
 
     def _measure(self, answer: Answer, *, first: bool) -> None:
         now, scene = time.monotonic(), self._scene
@@ -278,7 +292,8 @@ class Talk:
             raise Violation("refused", f"{error['event_id']}: {error['code']}, {error['message']}")
         await asyncio.sleep((error.get("retry_after_ms") or 200) / 1000)
         if str(error["event_id"]).startswith("response.cancel"):
-            await self._send_stop(self.client)
+            if self._stopping is not None:
+                await self._stopping.send(self.client)
         else:
             self._unconfirmed = True
             await self._ask()
@@ -331,8 +346,8 @@ class Talk:
         if asked is not None and answer is None:
             self._unconfirmed = self._may_come_late = True
             await self._ask()
-        if self._stop_fields is not None and (answer is None or not answer.status):
-            await self._send_stop(self.client)
+        if self._stopping is not None and (answer is None or not answer.status):
+            await self._stopping.send(self.client)
 
     async def _connect(self) -> None:
         answer = self.answer
@@ -341,36 +356,12 @@ class Talk:
         await self.client.connect(resume=resume, history=self._current is not None and answer is None)
 
     async def _stop(self, strike: Stop) -> None:
-        answer, asked = self.answer, self._current
-        assert asked is not None, "a turn is under way"
+        assert self._current is not None, "a turn is under way"
         across = strike.where == "across" and self._tab is not None
         client = self._tab.client if across and self._tab is not None else self.client
-        held = len(answer.text) if answer is not None else 0
-        fields: dict[str, object] = {}
-        if answer is not None:
-            fields["response_id"] = answer.id
-        if strike.seen is not None:
-            fields["seen"] = round(held * strike.seen)
-        self._stop_fields = fields
-        owner = await self._scene.audit.owner(self.session_id, answer.id) if answer is not None else ""
-        self._stopped_where = CANCEL_SAME if client.place is not None and client.place.id == owner else CANCEL_ACROSS
         self._scene.tally.counts[f"cancels, {self._state()}"] += 1
-        self._stopped_at = time.monotonic()
-        await self._send_stop(client)
-        if answer is not None and self._gone is None:
-            self._gone = asyncio.create_task(self._scene.audit.until_gone(answer.id, IDLE_S))
-
-    async def _send_stop(self, client: Client) -> None:
-        asked, fields = self._current, self._stop_fields
-        assert asked is not None, "a turn is under way"
-        if fields is None:
-            return
-        told = client.reader.answer_to(asked.item_id)
-        seen = fields.get("seen")
-        # Without ``seen``: what was sent to that connection, which is at least what arrived.
-        cut = (seen, seen) if isinstance(seen, int) else (len(told.text) if told else 0, None)
-        asked.stops.append(cut)
-        await client.send("response.cancel", **fields)
+        self._stopping = Stopping(self._scene, self._current, self.answer, strike.seen)
+        await self._stopping.begin(client)
 
     # --- the end of a turn
 
@@ -389,15 +380,5 @@ class Talk:
         if self._choose.random() < 0.25:
             new = Client(self._scene, "history", self._asked, self._choose, self.session_id, trace=self.client.trace)
             await eventually(asked, lambda: check_history(new, said))
-        await self._check_idle(answer)
-
-    async def _check_idle(self, answer: Answer) -> None:
-        """A cancelled answer has left its engine, and how soon."""
-        if self._gone is None:
-            return
-        task, self._gone = self._gone, None
-        gone = await task
-        if gone is None:
-            raise Violation("orphan", f"{answer.id} did not leave its engine within {IDLE_S:.0f} s of its cancel")
-        if answer.status == "cancelled" and self._scene.shaken_at < self._stopped_at:
-            self._scene.tally.latencies[self._stopped_where].append(gone - self._stopped_at)
+        if self._stopping is not None:
+            await self._stopping.check(answer)
