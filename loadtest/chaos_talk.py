@@ -166,9 +166,11 @@ class Talk:
             await self._next()
         answer = self.answer
         assert answer is not None, "it is over"
-        if self._may_come_late and not answer.text:
-            # The first wish for an answer may rightly make one now, at any time: nothing that follows is certain.
-            self._scene.tally.counts["conversations left, for an earlier wish may still be carried out"] += 1
+        # Two cases in which nothing that follows is certain: the first wish for an answer may rightly make one now, at
+        # any time; and an end that was told is lost with who could have written it again.
+        if (self._may_come_late and not answer.text) or asked.double_fault:
+            why = "after a double fault" if asked.double_fault else "for an earlier wish may still be carried out"
+            self._scene.tally.counts[f"conversations left, {why}"] += 1
             return await self._leave()
         await self._strike(plan)  # done
         await self._check(asked, answer)
