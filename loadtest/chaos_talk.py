@@ -290,6 +290,8 @@ class Talk:
         if error["code"] == "response_cancel_not_active" and any(one.stops for one in self._asked.values()):
             return  # it came too late, or twice
         lost = error["code"] in ("item_not_found", "session_not_found") and asked.loss
+        # An end that was told and lost: that answer is made again.
+        lost |= error["code"] == "conversation_already_has_active_response" and asked.double_fault
         if not error["retryable"] and not lost:
             raise Violation("refused", f"{error['event_id']}: {error['code']}, {error['message']}")
         await asyncio.sleep((error.get("retry_after_ms") or 200) / 1000)
