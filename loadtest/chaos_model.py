@@ -22,6 +22,7 @@ TEXT_DONE = "response.output_text.done"
 GOES_ON = "resumes in mid-answer: went on from their offset"
 FROM_BEFORE = "resumes in mid-answer: from 0 or before their offset, for the store lost data"
 FROM_CUT = "resumes in mid-answer: went on from a cut that was wanted"
+TAKE_OVERS = "take-overs that a client was told of"
 TAKEN_BACK_BY_CUT = "texts taken back by a cut that was wanted"
 TAKEN_BACK_BY_LOSS = "texts taken back, for the store lost data and their owner died"
 
@@ -233,6 +234,8 @@ class Reader:
         match kind:
             case "response.output_text.delta":
                 self._take_delta(answer, event, first=before == "part")
+            case "response.migrated":
+                self._counts[TAKE_OVERS] += 1
             case "response.output_text.done":
                 self._prove_resume(answer, None)
                 check_same(answer.text, event["text"], kind)

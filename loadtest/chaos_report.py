@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loadtest.chaos_model import FROM_BEFORE, GOES_ON
+from loadtest.chaos_model import FROM_BEFORE, GOES_ON, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS
 from loadtest.chaos_texts import Violation
 
 CANCEL_SAME = "cancel sent -> engine idle, same replica"
@@ -28,6 +28,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
 }
+#: counts that are told also if they are 0.
+ALWAYS = (GOES_ON, FROM_BEFORE, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS)
 #: violations that are shown with their events.
 MOST_SHOWN = 5
 #: of the resumes in mid-answer, the part that must go on from their offset.
@@ -96,8 +98,8 @@ def show(tally: Tally, console: Console, *, seed: int, seconds: float) -> None:
 
 def _counts(tally: Tally) -> Table:
     table = Table(title="What was done and seen", show_header=False)
-    for name, count in sorted(tally.counts.items()):
-        table.add_row(name, str(count))
+    for name in sorted({*tally.counts, *ALWAYS}):
+        table.add_row(name, str(tally.counts[name]))
     total = sum(tally.cuts.values())
     middle = sum(count for state, count in tally.cuts.items() if state.endswith("text"))
     table.add_row("socket cuts in mid-answer", f"{middle} of {total}")
