@@ -11,8 +11,11 @@ from loadtest.chaos_plan import Pace
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import Replica
 
-#: seconds for this window to be told an end that another one was told.
-TOLD_S = 20.0
+#: seconds for this window to be told an end that another one was told, slow and frozen as it may be.
+TOLD_S = 40.0
+#: times that a frozen window stops reading, for how many seconds.
+FREEZES = 2
+FROZEN_S = (1.0, 4.0)
 
 
 class Tab:
@@ -49,6 +52,7 @@ class Tab:
 
     async def _read(self) -> None:
         client, choose = self.client, self.client.choose
+        freezes = FREEZES if self._pace == "frozen" else 0
         while True:
             event = await client.next()
             if event is None:
@@ -57,6 +61,7 @@ class Tab:
                 await client.connect(resume=unfinished, history=unfinished is None)
             elif self._pace == "slow" and event["type"] == DELTA:
                 await asyncio.sleep(choose.uniform(0, 0.02))
-            elif self._pace == "frozen" and event["type"] == DELTA and choose.random() < 0.01:
+            elif freezes and event["type"] == DELTA and choose.random() < 0.02:
+                freezes -= 1
                 client.note("= frozen")
-                await asyncio.sleep(choose.uniform(1, 4))
+                await asyncio.sleep(choose.uniform(*FROZEN_S))
