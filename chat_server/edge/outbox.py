@@ -77,18 +77,19 @@ class Outbox:
         if not self._queue and not self._pumping and self._socket.can_write:
             self._write(frame)
             return
-        self._queue.append(frame)
         self._queued_bytes += len(frame)
-        if len(self._queue) > MAX_EVENTS or self._queued_bytes > MAX_EVENT_BYTES:
-            log.info("A reader is %d events behind; it is dropped and can resume", len(self._queue))
-            self._drop()
-            return
-        self.pump()
+        self._enqueue(frame)
 
     def push_source(self, source: Source) -> None:
         """Tell a series of frames that are made one by one, as the socket takes them."""
-        self._queue.append(source)
+        self._enqueue(source)
+
+    def _enqueue(self, told: bytes | Source) -> None:
+        self._queue.append(told)
         self.pump()
+        if len(self._queue) > MAX_EVENTS or self._queued_bytes > MAX_EVENT_BYTES:
+            log.info("A reader is %d events behind; it is dropped and can resume", len(self._queue))
+            self._drop()
 
     def begin(self, response: Response, held: ResumePoint | None = None) -> None:
         """Tell of an answer: all that is stored of it now and was not ``held`` before, and what comes."""
