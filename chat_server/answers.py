@@ -305,8 +305,8 @@ class Answers:
             self._hub.apply(live, taken.message)
         live.doubted = False
         log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")
-        if response.length:
-            response.move(State.QUEUED)
+        response.forget_unstored()
+        response.move(State.QUEUED)
         self.start(live, token, taken.items, taken.binding, attempts=taken.attempts - 1, wish=taken.wish)
 
     async def _abandon_unwatched(self) -> None:

@@ -19,6 +19,8 @@ from chat_server.store.redis import Store
 #: seconds to wait for messages that the store has told but that have not arrived, and between two looks.
 _PATIENCE_S = 2.0
 _LOOK_S = 0.005
+#: seconds to wait for text that the client says it has.
+_BEHIND_S = 1.0
 
 
 async def join(
@@ -66,7 +68,11 @@ async def _read(
     if that moment never comes.
     """
     deadline = time.monotonic() + _PATIENCE_S
+    patient_until = time.monotonic() + _BEHIND_S
     while time.monotonic() < deadline:
+        if held is not None and _may_be_behind(live, held) and time.monotonic() < patient_until:
+            await asyncio.sleep(_LOOK_S)
+            continue
         version = live.version
         previous, items, ended = None, list[Item](), None
         if history is not None:
@@ -89,6 +95,17 @@ async def _read(
         if version == live.version:
             return previous, items, ended
     raise Gap
+
+
+def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:
+    """Whether the client was told more of the running answer than this replica has heard: that is on its way."""
+    response = live.response
+    if response is None or response.id != held.response_id:
+        return False
+    known = [epoch for epoch, _ in response.epochs]
+    return (held.epoch not in known and live.turn is None) or (
+        held.epoch == known[-1] and held.offset > response.length
+    )
 
 
 def no_session(session_id: str) -> ClientError:

@@ -119,6 +119,7 @@ class LiveSession:
 
     def load(self, state: SessionState) -> None:
         """Take over what ``watch`` found. An answer that is made here stays: nobody knows it better."""
+        self._check_owner(state)
         self.owner = state.owner
         self.model = state.model
         self.settings = state.settings
@@ -141,6 +142,19 @@ class LiveSession:
             self.response_owner, self.response_token = running.replica, running.token
             self._stored(self.response, running.text, len(running.text.encode()))
 
+    def _check_owner(self, state: SessionState) -> bool:
+        """Whether an answer that is made here is still ours; one that is not is left.
+
+        A store that lost changes says nothing about that.
+        """
+        turn = self.turn
+        if turn is None or state.version < self.known:
+            return True
+        if state.running is not None and state.running.token == turn.writer.token:
+            return True
+        turn.lose()
+        return False
+
     def _heed(self, state: SessionState) -> None:
         if state.running is not None and state.running.wish is not None:
             self.stop(state.running.begun.id, state.running.wish)
@@ -159,7 +173,7 @@ class LiveSession:
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
         self._heed(state)
-        if state.version != self.version:
+        if state.version != self.version or not self._check_owner(state):
             return False
         if self.response is not None and self.turn is None:
             running = state.running

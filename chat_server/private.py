@@ -33,6 +33,9 @@ class _Unstored:
             writer.response.stored_in_flight()
             writer.on_stored()
 
+    def lose(self, writer: Writer) -> None:
+        raise AssertionError("nobody else owns it")
+
 
 class PrivateAnswers:
     """Those of one connection. ``close`` ends them."""

@@ -46,6 +46,7 @@ class TextSink(Protocol):
     """Who takes the text of answers further (``store/committer.py``)."""
 
     def add(self, writer: Writer) -> None: ...
+    def lose(self, writer: Writer) -> None: ...
 
 
 class Turn:
@@ -124,6 +125,10 @@ class Turn:
         self.abandon()
         return True
 
+    def lose(self) -> None:
+        """Somebody else owns it now, or it has ended: nothing more of it is made here."""
+        self._committer.lose(self.writer)
+
     def abandon(self) -> None:
         """Close the engine's stream."""
         if self._answering is not None:
@@ -174,15 +179,14 @@ class Conductor:
             return
         rest = response.take_rest()
         usage = finish.usage if finish else None
-        while True:
+
+        def ending() -> tuple[str, Outcome]:
+            nonlocal status, details, rest
             if turn.stopped:  # perhaps only now: the text is cut all the same, so it is not whole
                 status, details, rest = "cancelled", _CANCELLED, ""
-            outcome = self._outcome(turn, status, details, response.length + len(rest), usage)
-            reply = await self._end(turn, rest, outcome, ended, lock)
-            if not isinstance(reply, Cut):
-                return
-            turn.stop(reply)  # it was wished before the end was stored
-            turn.cut = reply
+            return rest, self._outcome(turn, status, details, response.length + len(rest), usage)
+
+        await self._end(turn, ending, ended, lock)
 
     async def run_unstored(self, turn: Turn) -> None:
         """Make an answer that nobody else hears of; it is ended in memory."""
@@ -355,31 +359,36 @@ class Conductor:
         )
 
     async def _end(
-        self, turn: Turn, rest: str, outcome: Outcome, ended: Callable[[bytes], Awaitable[None]], lock: asyncio.Lock
-    ) -> Cut | None:
+        self,
+        turn: Turn,
+        ending: Callable[[], tuple[str, Outcome]],
+        ended: Callable[[bytes], Awaitable[None]],
+        lock: asyncio.Lock,
+    ) -> None:
         """Store the end, then tell it; while the store is away, try on.
 
-        Returns a wish to stop that was not carried out, if there is one; nothing is stored then.
+        ``ending`` is the rest of the text, and the outcome: a stop may come between two tries.
         """
         response = turn.response
-        text = (response.text(0) + rest)[: outcome.text_length]
-        item = response.make_item("completed" if outcome.status == "completed" else "incomplete", text, outcome)
         deadline = time.monotonic() + _END_S
         while True:
             try:
                 async with lock:
+                    rest, outcome = ending()
                     reply = await self._store.end(
                         turn.session_id,
                         response.id,
                         turn.writer.token,
-                        item,
+                        _item(response, rest, outcome),
                         rest_offset=response.length,
                         rest=rest,
                         outcome=outcome,
                         cut=turn.cut.length if turn.cut else None,
                     )
-                    if isinstance(reply, Cut):
-                        return reply
+                    if isinstance(reply, Cut):  # it was wished before the end was stored
+                        turn.stop(reply)
+                        turn.cut = reply
+                        continue
                     if isinstance(reply, bytes):
                         await ended(reply)
                     elif turn.restore is not None and await turn.restore():
@@ -387,13 +396,18 @@ class Conductor:
                     else:
                         turn.writer.lost = True
                         turn.writer.on_lost()
-                return None
+                return
             except StoreUnavailable as error:
                 if time.monotonic() > deadline:
                     log.error("The end of an answer could not be stored for %.0f s: %s", _END_S, error)
-                    return None
+                    return
                 response.waiting_for_store = True
                 await asyncio.sleep(_END_RETRY_S)
+
+
+def _item(response: Response, rest: str, outcome: Outcome) -> Item:
+    text = (response.text(0) + rest)[: outcome.text_length]
+    return response.make_item("completed" if outcome.status == "completed" else "incomplete", text, outcome)
 
 
 def _details(

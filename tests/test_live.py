@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -50,6 +52,17 @@ class BrokenConnection(FakeConnection):
             raise RuntimeError("broken")
 
         self.outbox.push = self.outbox.begin = self.outbox.end = self.outbox.pump = fail  # type: ignore[method-assign]
+
+
+class FakeTurn:
+    """The making of an answer, by an owner with the token of the states below."""
+
+    def __init__(self) -> None:
+        self.writer = SimpleNamespace(token="token_1")
+        self.lost = 0
+
+    def lose(self) -> None:
+        self.lost += 1
 
 
 def state(version: int = 10, *, text: str | None = None, items: int = 1) -> SessionState:
@@ -150,7 +163,7 @@ def test_an_answer_that_is_made_here_is_known_better_here() -> None:
     live, _ = session()
     live.apply(began())
     response = live.response
-    live.turn = cast("Turn", object())
+    live.turn = cast("Turn", FakeTurn())
     live.unload()
     assert not live.loaded
     live.load(state(20, text="stale"))
@@ -339,8 +352,22 @@ def test_nothing_was_missed() -> None:
     live, _ = session()
     assert live.catch_up(state())
     live.apply(began())
-    live.turn = cast("Turn", object())
+    live.turn = cast("Turn", FakeTurn())
     assert live.catch_up(state(11, text="whatever"))
+
+
+@pytest.mark.parametrize("found", [state(11), replace(state(12, text="Hel"), version=11)])
+def test_an_answer_that_somebody_else_has_is_left(found: SessionState) -> None:
+    """Another token in the store, or none any more: it is not ours; a store that lost changes says nothing."""
+    live, _ = session()
+    live.apply(began())
+    turn = FakeTurn()
+    turn.writer.token = "token_of_ours"
+    live.turn = cast("Turn", turn)
+    assert live.catch_up(replace(found, version=10)) is False
+    assert turn.lost == 0
+    assert live.catch_up(found) is False
+    assert turn.lost == 1
 
 
 # --- connections that fail

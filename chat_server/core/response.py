@@ -187,6 +187,11 @@ class Response:
         """The stored text, and what a commit under way adds."""
         return self.text(0) + (self._in_flight.text if self._in_flight is not None else "")
 
+    def forget_unstored(self) -> None:
+        """Another making begins from what is stored; what else was there came from one that was left."""
+        self._pending.clear()
+        self._in_flight = None
+
     def take_rest(self) -> str:
         """All text that no commit took; it is stored with the end. Only while no commit is under way."""
         assert self._in_flight is None, "a commit is under way"
