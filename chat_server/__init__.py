@@ -15,7 +15,8 @@ The life of a message, top to bottom:
 
 edge/realtime.py      reads a frame from the socket
 core/codec.py         frame -> typed client event, or an error event
-hub.py                carries it out on the session: the store first, then everybody who listens
+commands.py           carries it out on the session: the store first, then everybody who listens (``live.py``)
+answers.py            who makes an answer: begun here, taken over from a replica that is gone, handed on
 turn.py               one answer: start an engine's stream -> go on elsewhere if it breaks off -> finish
 placing.py            the engine for it, and the session bound to that engine
 engine/vllm.py        parses the engine's stream and calls ``response.on_text``

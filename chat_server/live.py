@@ -297,6 +297,8 @@ class LiveSession:
                 raise Gap
             response.migrate(change.epoch)
         self.response_owner, self.response_token = change.owner, change.token
+        if self.turn is not None and change.token != self.turn.writer.token:
+            self.turn.lose()
         if change.reason:
             self.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
 
