@@ -174,6 +174,8 @@ class Client:
             return
         if scene.loss and lost.code == 1012:
             return
+        if scene.loss and lost.code == 1008:  # it was let in, and then the store did not know the session
+            raise SessionGone
         scene.tally.counts[f"connections that the server ended, {lost.code or 'without a word'}"] += 1
         if scene.restarting:
             raise Violation("refused", f"a restart of Redis ended a connection: {lost}")
