@@ -182,6 +182,7 @@ SHARES = {
     "slow": 50,
     "frozen": 50,
     "kills": 200,
+    "rolls": 500,
     "redis_restarts": 333,
     "redis_losses": 500,
 }
@@ -196,6 +197,7 @@ COUNT = click.IntRange(0)
 @click.option("--frozen", type=COUNT, help="Windows that stop reading for seconds.  [default: 1 in 50 cuts]")
 @click.option("--storms", default=2, type=COUNT, help="Times when all sockets are reset at once.")
 @click.option("--kills", type=COUNT, help="kill -9 of a replica, which comes back.  [default: 1 in 200 cuts]")
+@click.option("--rolls", type=COUNT, help="Rolling restarts of all replicas, by SIGTERM.  [default: 1 in 500 cuts]")
 @click.option("--redis-restarts", type=COUNT, help="Restarts of Redis that lose nothing.  [default: 1 in 333 cuts]")
 @click.option("--redis-losses", type=COUNT, help="Restarts that lose its last second.  [default: 1 in 500 cuts]")
 @click.option("--double-faults", default=0, type=COUNT, help="Both at once: only here may a text be taken back.")

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import aiohttp
 
 from loadtest.chaos_client import Scene
+from loadtest.chaos_model import Asked
 from loadtest.chaos_plan import Pool
+from loadtest.chaos_report import STOP
 from loadtest.chaos_talk import Talk
-from loadtest.chaos_world import LOST_S, Replica
+from loadtest.chaos_world import GRACE_S, LOST_S, Replica
 
 #: seconds after a kill in which the others take its answers over, before anything else befalls the system.
 TAKE_OVER_S = 6.0
+#: seconds in which a replica that is told to stop has to be gone: its grace time, and five for the rest.
+STOP_S = GRACE_S + 5.0
 #: seconds after a restart of the store in which it may still show.
 SETTLE_S = 2.0
 #: seconds for which the store is away, at most.
@@ -30,6 +34,7 @@ class Fates:
     """How many of each."""
 
     kills: int = 0
+    rolls: int = 0
     redis_restarts: int = 0
     redis_losses: int = 0
     double_faults: int = 0
@@ -49,6 +54,7 @@ class Conductor:
         self._choose = random.Random(f"{seed} fates")
         self._todo = [
             *(self._kill for _ in range(fates.kills)),
+            *(self._roll for _ in range(fates.rolls)),
             *(self._restart for _ in range(fates.redis_restarts)),
             *(self._lose for _ in range(fates.redis_losses)),
             *(self._double for _ in range(fates.double_faults)),
@@ -106,6 +112,28 @@ class Conductor:
         await asyncio.sleep(self._choose.uniform(0, 1))
         await world.start_replica(replica, self._http)
         await self._settle(TAKE_OVER_S)
+
+    async def _roll(self) -> None:
+        """A rolling restart: each replica in its turn is told to stop, and started again on its port."""
+        scene, world = self._scene, self._scene.world
+        for replica in world.replicas:
+            self._begin("replicas told to stop, in a rolling restart")
+            noting = asyncio.create_task(self._note_moves())
+            try:
+                async with asyncio.timeout(STOP_S):
+                    took = await world.stop_replica(replica)
+            finally:
+                noting.cancel()
+            scene.tally.latencies[STOP].append(took)
+            await world.start_replica(replica, self._http)
+            await self._settle(SETTLE_S)
+
+    async def _note_moves(self) -> None:
+        """While a replica leaves its answers to others, each answer may be made once more, also one that begins now."""
+        noted: list[Asked | None] = [None for _ in self._talks]
+        while True:
+            noted = [talk.killed(already) for talk, already in zip(self._talks, noted, strict=True)]
+            await asyncio.sleep(0.02)
 
     async def _kill_now(self, replica: Replica) -> float:
         """Kill it, and tell all whose answers it may make, also those that began while we were about it."""

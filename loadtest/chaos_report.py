@@ -19,6 +19,7 @@ RESUME = "reconnect -> first missing text"
 FIRST_TEXT = "asked -> first text"
 TAKE_OVER = "kill -9 of its replica -> next text"
 RESTART_PAUSE = "Redis back -> text goes on"
+STOP = "SIGTERM -> a replica has ended"
 
 #: latency -> (the part of them that must be under, seconds)
 LIMITS: dict[str, tuple[float, float]] = {
@@ -27,6 +28,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     RESUME: (0.95, 0.2),
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
+    STOP: (1.0, 6.0),
 }
 #: counts that are told also if they are 0.
 ALWAYS = (GOES_ON, FROM_BEFORE, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS)

@@ -26,6 +26,10 @@ READY_S = 30.0
 LOST_S = 1.0
 
 
+#: seconds that running answers get to finish when a replica is told to stop; shorter than most answers take.
+GRACE_S = 1.0
+
+
 class WorldError(Exception):
     """The system did not come up: nothing was tested."""
 
@@ -56,6 +60,16 @@ class Process:
             os.kill(int(pid), signal.SIGKILL)
         await self._child.wait()
         return at
+
+    async def tell_to_stop(self) -> float:
+        """SIGTERM, and wait until it has ended by itself. Returns the seconds that it took."""
+        assert self._child is not None, "it was started"
+        children = await asyncio.to_thread(Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text)
+        at = time.monotonic()
+        for pid in children.split():
+            os.kill(int(pid), signal.SIGTERM)
+        await self._child.wait()
+        return time.monotonic() - at
 
     async def stop(self) -> None:
         if self._child is not None:
@@ -172,6 +186,11 @@ class World:
         replica.up = False
         return await replica.process.kill()
 
+    async def stop_replica(self, replica: Replica) -> float:
+        """Tell a replica to stop; returns the seconds that it took."""
+        replica.up = False
+        return await replica.process.tell_to_stop()
+
     async def _replica_ids(self) -> set[str]:
         client = redis_asyncio.Redis.from_url(self.valkey.url, decode_responses=True)
         try:
@@ -212,7 +231,7 @@ async def world(
             ]
             command = [
                 *(*_PYTHON, "serve", "--port", str(port), "--redis", valkey.url, *addresses),
-                *("--data-dir", str(folder), "--log-level", "info"),
+                *("--data-dir", str(folder), "--log-level", "info", "--drain-grace", str(GRACE_S)),
             ]
             servers.append(Replica(Process(f"replica-{n + 1}", command, folder), f"http://127.0.0.1:{port}"))
         built = World(valkey, processes, urls, servers)
