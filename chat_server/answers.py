@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from msgspec import UNSET
 
@@ -232,8 +234,9 @@ class Answers:
         alive: dict[str, bool] = {}
         for live in self._hub.sessions:
             if live.response is not None and live.turn is None and live.loaded:
-                async with live.lock:
-                    await self._go_on(live, alive)
+                with _its_own_trouble(live.id):
+                    async with live.lock:
+                        await self._go_on(live, alive)
         while self._hub.asked_for:
             await self._visit(self._hub.asked_for.pop(), alive)
         if now - self._confirmed_at > _CONFIRM_S:
@@ -252,14 +255,17 @@ class Answers:
         """Look at a session that perhaps nobody here listens to."""
         try:
             live = await self._hub.open_for_work(session_id)
-        except ClientError:  # it is gone
+        except (ClientError, StoreError) as error:  # it is gone, or broken
+            if isinstance(error, StoreUnavailable):
+                raise
             await self._store.forget_running(session_id)
             return
         try:
-            async with live.lock:
-                await self._go_on(live, alive)
-                if live.response is None and live.loaded:
-                    await self._store.forget_running(session_id)
+            with _its_own_trouble(session_id):
+                async with live.lock:
+                    await self._go_on(live, alive)
+            if live.response is None or not live.loaded:
+                await self._store.forget_running(session_id)
         finally:
             await self._hub.close(live)
 
@@ -354,6 +360,17 @@ class Answers:
             if message is not None:
                 await self._hub.apply_own(live, message)
         await self._store.wake(live.id, now_ms())
+
+
+@contextmanager
+def _its_own_trouble(session_id: str) -> Iterator[None]:
+    """What goes wrong with one session keeps no other one from being looked after; a store that is away does."""
+    try:
+        yield
+    except StoreUnavailable:
+        raise
+    except Exception:
+        log.exception("Session %s: its answer could not be looked after", session_id)
 
 
 def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:

@@ -3,6 +3,7 @@
 ChatServerError
 ├── StartError        the operator: the server can not start as it is set up (exit status 1, or its own)
 ├── StoreError        nobody at once: the store is away or refused the write
+│   ├── StoreBehind        it lost changes that we know of: they are written again, or lost
 │   └── StoreUnavailable   it is away; retrying helps
 ├── EngineError       an engine did not do what was asked
 │   ├── EngineRefused      it said no to this request (4xx): the request's fault, its reason is for the caller
