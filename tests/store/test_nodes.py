@@ -275,7 +275,7 @@ async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> No
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
 async def test_a_machine_that_falls_silent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """It neither answers nor closes its connections: whoever takes over is found all the same, by calls and inbox."""
-    monkeypatch.setattr(server_module, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server_module, "_TIMEOUT_S", 1.5)
     async with AsyncExitStack() as stack:
         if kind == "cluster":
             cluster = await stack.enter_async_context(valkey_cluster(tmp_path))
