@@ -16,10 +16,11 @@ INSTALL := $(PIP) install --constraint constraints.txt
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 CUTS ?= 200
+SEEDS ?= 1000
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos model clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -51,6 +52,9 @@ bench-slow-readers: $(VENV)/.test ## what slow and frozen readers do to the othe
 
 chaos: $(VENV)/.installed ## clients that judge every event while sockets, replicas and the store fail; CUTS=1000 for all
 	@$(BIN)/python -m loadtest.chaos --cuts $(CUTS) $(ARGS)
+
+model: $(VENV)/.test ## who makes an answer, under random schedules: SEEDS=10000, or SEED=7 for one with its trace
+	@PYTHONHASHSEED=0 $(BIN)/python -m tests.model $(if $(SEED),--seed $(SEED),$(SEEDS))
 
 browser: ## Chromium, for the tests of the page
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

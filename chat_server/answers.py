@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 #: seconds between looks at answers whose owner may be gone: those that somebody here reads, and all.
 _LOOK_S = 0.5
-_LOOK_EVERYWHERE_S = 2.0
+_LOOK_EVERYWHERE_S = 1.0
 #: seconds between two signs of ours that we make an answer; milliseconds without one after which others look at it.
 _CONFIRM_S = 1.0
-_UNCONFIRMED_MS = LEASE_MS + 2000
+_UNCONFIRMED_MS = LEASE_MS + 500
 #: answers that are looked at in one go.
 _MOST = 1000
 #: seconds for which an end is kept to be written again, and for which a store that is away is waited for.

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 #: seconds between lease renewals, between heartbeats' ticks, and between looks at sessions that may miss something.
 _TICK_S = 1.0
-_RETRY_S = 0.5
+_RETRY_S = 0.1
 #: seconds to wait for messages that the store has told but that have not arrived.
 _JOIN_S = 3.0
 _LOOK_S = 0.005

@@ -70,7 +70,7 @@ async def _read(
     deadline = time.monotonic() + _PATIENCE_S
     patient_until = time.monotonic() + _BEHIND_S
     while time.monotonic() < deadline:
-        if held is not None and _may_be_behind(live, held) and time.monotonic() < patient_until:
+        if held is not None and _may_be_behind(live, held) and (time.monotonic() < patient_until or _awaits(live)):
             await asyncio.sleep(_LOOK_S)
             continue
         version = live.version
@@ -106,6 +106,11 @@ def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:
     return (held.epoch not in known and live.turn is None) or (
         held.epoch == known[-1] and held.offset > response.length
     )
+
+
+def _awaits(live: LiveSession) -> bool:
+    """Whether the answer is made here and the store has not said yet what it holds of it."""
+    return live.response is not None and live.response.in_flight
 
 
 def no_session(session_id: str) -> ClientError:

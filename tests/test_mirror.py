@@ -14,7 +14,7 @@ PACKAGE = ROOT / "chat_server"
 TESTS = ROOT / "tests"
 
 #: Folders that test several modules together, or help the tests.
-NOT_MIRRORED = {"e2e", "vllm", "support", "loadtest"}
+NOT_MIRRORED = {"e2e", "vllm", "support", "loadtest", "model"}
 #: Tests of the tree as a whole.
 GUARDS = {Path("test_layering.py"), Path("test_mirror.py"), Path("test_version.py")}
 

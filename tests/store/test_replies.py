@@ -302,10 +302,10 @@ async def test_a_begin_that_comes_late_revives_nothing(store: Store, keep: bool)
 async def test_so_many_answers_without_an_item_are_remembered(store: Store, raw: redis.asyncio.Redis) -> None:
     """What is kept of them is bounded."""
     session_id = await new_session(store)
-    for number in range(30):
+    for number in range(50):
         asked, _ = await begin(store, session_id, f"token_{number}")
         await end(store, session_id, asked, "", f"token_{number}", keep=False)
-    assert await raw.llen(keys.session_keys(session_id)[7]) == 10
+    assert await raw.llen(keys.session_keys(session_id)[7]) == 30
 
 
 async def state_of(store: Store, session_id: str) -> SessionState:

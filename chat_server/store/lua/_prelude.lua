@@ -12,7 +12,7 @@
 
 local SESSION, ITEMS, ORDER, RESPONSE, TEXT, WATCHERS, REPLIES, ENDED, DELETED, CHANGES = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 -- How many responses without an item are remembered.
-local MOST_ENDED = 10
+local MOST_ENDED = 30
 -- How many messages are kept, and for how long: for those who missed some while the store was away.
 local MOST_CHANGES = 20
 local CHANGES_MS = 60000

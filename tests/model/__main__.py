@@ -1,0 +1,49 @@
+"""The model check over many seeds, or one seed with all that happens in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+import click
+from rich.progress import Progress
+
+from tests.model import runs
+
+#: seeds that a process takes at once.
+_CHUNK = 20
+
+
+@click.command()
+@click.argument("seeds", type=click.IntRange(min=1), default=1000)
+@click.option("--first", default=0, help="The first seed.")
+@click.option("--seed", type=int, help="Run this one only, and print its trace.")
+def main(seeds: int, first: int, seed: int | None) -> None:
+    """Run the worlds of SEEDS seeds, on all cores."""
+    if seed is not None:
+        raise SystemExit(_one(seed))
+    found = 0
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool, Progress() as progress:
+        bar = progress.add_task("worlds", total=seeds)
+        chunks = [range(at, min(at + _CHUNK, first + seeds)) for at in range(first, first + seeds, _CHUNK)]
+        for chunk, failures in zip(chunks, pool.imap(runs.failures, chunks), strict=True):
+            progress.advance(bar, len(chunk))
+            for failure in failures:
+                found += 1
+                progress.console.print(failure, markup=False, highlight=False)
+    print(f"{seeds} worlds, {found} failed")
+    raise SystemExit(found > 0)
+
+
+def _one(seed: int) -> int:
+    with tempfile.TemporaryDirectory() as folder, runs.valkey(Path(folder)) as store:
+        lines, failure = runs.trace(seed, store)
+    print("\n".join(lines))
+    print(f"Seed {seed}: {failure or 'all holds'}")
+    return failure is not None
+
+
+if __name__ == "__main__":
+    main()
