@@ -135,7 +135,8 @@ class Answers:
             self._release(live, turn)
             self._hub.drop(live)
         finally:
-            self._release(live, turn)
+            if not turn.left:  # else it is being handed over
+                self._release(live, turn)
             await self._hub.close_if_idle(live)
 
     async def _note_attempt(self, live: LiveSession, turn: Turn, reason: str) -> None:
@@ -301,6 +302,7 @@ class Answers:
         taken = await self._store.take_over(live.id, live.response_token, token, new_id("epoch"), reason)
         if taken is None:
             return
+        response.forget_unstored()  # what an earlier owner of ours had under way is stored, or is no more
         if not live.take_text(taken.text):
             self._hub.drop(live)  # the store lost some: what we told is not what we would go on from
             return
@@ -311,7 +313,6 @@ class Answers:
             self._hub.apply(live, taken.message)
         live.doubted = False
         log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")
-        response.forget_unstored()
         response.move(State.QUEUED)
         self.start(live, token, taken.items, taken.binding, attempts=taken.attempts - 1, wish=taken.wish)
 
@@ -349,16 +350,21 @@ class Answers:
         if turn is None or not turn.leave():  # it is about to end
             return
         writer = turn.writer
-        await self._committer.settle(writer)
-        async with live.lock:
-            if writer.lost or not await self._committer.store_rest(writer):
-                return
-            self._left[live.id] = time.monotonic()
-            message = await self._store.hand_over(live.id, writer.token, new_id("token"))
-            writer.lost = True
+        try:
+            await self._committer.settle(writer)
+            async with live.lock:
+                if writer.lost or not await self._committer.store_rest(writer):
+                    return
+                self._left[live.id] = time.monotonic()
+                message = await self._store.hand_over(live.id, writer.token, new_id("token"))
+                writer.lost = True
+                self._release(live, turn)
+                if message is not None:
+                    await self._hub.apply_own(live, message)
+        finally:
+            writer.lost = True  # an answer to an old commit is nothing to whoever goes on
             self._release(live, turn)
-            if message is not None:
-                await self._hub.apply_own(live, message)
+            await self._hub.close_if_idle(live)
         await self._store.wake(live.id, now_ms())
 
 

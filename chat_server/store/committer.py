@@ -162,6 +162,8 @@ class Committer:
 
     def _answer(self, writer: Writer, reply: CommitReply) -> None:
         """Carry one reply out. A callback that raises ends its own response, nobody else's."""
+        if writer.lost:
+            return  # the response may be made by somebody else now, perhaps here
         try:
             match reply:
                 case "ok" | "wished":
