@@ -383,13 +383,14 @@ def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
     """The session as this replica knows it, with the answer that is made here."""
     fields: dict[str, str | bytes] = {}
     text = ""
-    if turn is not None:
-        response = turn.response
-        fields = _fields(response, turn.writer.token) | {"replica": live.response_owner}
+    response = turn.response if turn is not None else live.response
+    if response is not None:
+        token = turn.writer.token if turn is not None else live.response_token
+        fields = _fields(response, token) | {"replica": live.response_owner}
         later = response.epochs[len(response.begun.epochs) :]
         if later:
             fields["later"] = to_wire(later)[1:-1]
-        if turn.cut is not None:
+        if turn is not None and turn.cut is not None:
             fields["cancel"] = str(turn.cut.length)
         text = response.text(0)
     queued = live.queued
@@ -400,13 +401,15 @@ def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
             "end": end_body(queued.id, 0, "", outcome),
         }
         fields |= {f"q_{name}": value for name, value in waits.items()}
+    made = {one.item_id for one in (response, queued) if one is not None}
+    items = live.conversation.items if live.conversation is not None else ()
     return Snapshot(
         version=live.known,
         owner=live.owner,
         model=live.model,
         settings=live.settings,
         created_ms=live.created_ms,
-        items=live.conversation.items if live.conversation is not None else (),
+        items=tuple(item for item in items if item.status != "in_progress" or item.id in made),
         response=fields,
         text=text,
     )
