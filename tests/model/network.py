@@ -1,4 +1,4 @@
-"""Between the replicas and a real Valkey: a call is done now, later or never; an answer or message comes or not.
+"""Between the replicas and a real Valkey: calls are done now, later or never, answers and messages come or do not.
 
 The scripts are the real ones; only their clock is the model's, and so is the life of leases.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import hiredis
 
 from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.store import keys
 from chat_server.store.server import Server, library
 from tests.model.scheduler import Clock, Loop
 
@@ -86,6 +87,19 @@ class Valkey:
         while (message := self._messages.read())[0] != b"pong":
             yield message[2], message[3]
 
+    def copy(self, session_id: str) -> dict[str, bytes]:
+        """All keys of a session, as they are now."""
+        names = keys.session_keys(session_id)
+        dumps = self.wire.ask(*(("DUMP", name) for name in names))
+        return {name: dump for name, dump in zip(names, dumps, strict=True) if dump is not None}
+
+    def put_back(self, session_id: str, copy: dict[str, bytes]) -> None:
+        """Make a session what it was."""
+        self.wire.ask(("DEL", *keys.session_keys(session_id)))
+        for name, dump in copy.items():
+            [reply] = self.wire.ask(("RESTORE", name, 10**9, dump))
+            assert reply == b"OK", reply
+
     def clear(self) -> None:
         self.wire.ask(("FLUSHALL",))
         list(self._published())
@@ -140,8 +154,6 @@ class Link:
     up: bool = True
     dead: bool = False
     subscription: Subscription | None = None
-    #: deadlines of what waits for an answer
-    waiting: int = 0
 
 
 Watcher = Callable[[Link, str, Sequence[Any], Any], None]
@@ -184,6 +196,11 @@ class Network:
         self.trace(f"{link.name} -> {self.describe(commands[0])} {why}{', silence' if silent else ''}")
         if not silent:
             self.clock.after(delay, lambda: self._refuse(answer))
+
+    @staticmethod
+    def _grant(answer: asyncio.Future[Any], subscription: Subscription) -> None:
+        if not answer.done():
+            answer.set_result(subscription)
 
     @staticmethod
     def _refuse(answer: asyncio.Future[list[Any]]) -> None:
@@ -270,10 +287,8 @@ class Network:
                 self._refuse(answer)
                 return
             link.subscription = subscription = Subscription()
-            self.clock.after(
-                self.weather.delay(self.random, self.weather.slow),
-                lambda: answer.done() or answer.set_result(subscription),  # type: ignore[func-returns-value]
-            )
+            delay = self.weather.delay(self.random, self.weather.slow)
+            self.clock.after(delay, lambda: self._grant(answer, subscription))
 
         self.clock.after(self.weather.delay(self.random, self.weather.slow), subscribed)
 

@@ -17,6 +17,10 @@ from tests.model.network import Link, Wire
 _READS = frozenset({"watch", "unwatch", "renew", "unwatched", "bind", "answer", "items_last"})
 
 
+#: so many that left no item are remembered, as in ``lua/_prelude.lua``.
+_MOST_ENDED = 30
+
+
 class Broken(AssertionError):
     """An invariant does not hold."""
 
@@ -52,6 +56,10 @@ class Oracle:
         self.ended: dict[str, ResponseEnded] = {}
         self.wishes: dict[str, int] = {}
         self.items: dict[str, dict[str, Any]] = {}
+        #: the store was put back: what was told may be gone, and all that is made again is made of what is there
+        self.lost = False
+        #: longer texts that an answer had before that
+        self.older_texts: dict[str, list[str]] = {}
         #: those that somebody took out of the conversation
         self.deleted: set[str] = set()
 
@@ -69,6 +77,9 @@ class Oracle:
             after = self._with_text(session_id, before)
         else:
             after = self.sessions[session_id] = self.read(session_id)
+        if function == "session_restore" and reply[0] == b"ok":  # by the owner of an answer, who knows more
+            self.on_other_store(session_id)
+            return
         if function == "finish" and reply[0] == b"ok":
             self._on_end(link, before, reply[1])
         if function == "item_delete" and reply[0] == b"ok":
@@ -77,6 +88,21 @@ class Oracle:
             for message in [reply[1]] if function == "cancel" and reply[0] == b"ended" else _messages(reply):
                 self._on_queued_end(message)
         self._check(before, after)
+
+    def on_other_store(self, session_id: str) -> None:
+        """A session was put back to an older copy, or written again: what follows is made of what is there."""
+        self.lost = True
+        now = self.sessions[session_id] = self.read(session_id)
+        for response_id in filter(None, (now.running, now.queued)):
+            self.ended.pop(response_id, None)
+            self.wishes.pop(response_id, None)
+        if now.running is not None:
+            self._forget_text(now.running, now.text)
+        self._check(now, now)
+
+    def _forget_text(self, response_id: str, text: str) -> None:
+        self.older_texts.setdefault(response_id, []).append(self.texts.get(response_id, ""))
+        self.texts[response_id] = text
 
     def _with_text(self, session_id: str, before: Session) -> Session:
         [text] = self._wire.ask(("GET", keys.session_keys(session_id)[4]))
@@ -145,14 +171,16 @@ class Oracle:
         assert isinstance(ended, ResponseEnded)
         known = self.ended.get(ended.response)
         if known is not None:
-            if known.version != ended.version:
+            if known.version != ended.version and not self.lost:
                 raise Broken(f"{ended.response} ended twice")
             return
         if before.running != ended.response:
             raise Broken(f"{ended.response} ended, and {before.running} was running")
         self.ended[ended.response] = ended
-        text = before.text + ended.rest if ended.offset == len(before.text) else None
-        if text is None:
+        text = before.text + ended.rest
+        if ended.offset != len(before.text) and self.lost:
+            return  # its text was lost; the item has all of it
+        if ended.offset != len(before.text):
             raise Broken(f"{ended.response} ended at {ended.offset}, and {len(before.text)} were stored")
         outcome = ended.outcome
         if text:
@@ -178,21 +206,27 @@ class Oracle:
         if isinstance(ended, ResponseEnded) and ended.response not in self.ended:
             self.ended[ended.response] = ended
 
+    def is_forgotten(self, response_id: str) -> bool:
+        """Whether the store knows nothing of an ended response any more: one of many that left no item."""
+        bare = [ended.response for ended in self.ended.values() if not ended.outcome.keeps_item]
+        return response_id in bare[:-_MOST_ENDED]
+
     # --- what is told
 
     def on_told(self, event: dict[str, Any]) -> None:
         """A frame is written to a socket."""
         kind = event["type"]
         if kind == "response.output_text.delta":
-            stored = self.texts.get(event["response_id"], "")
-            if stored[event["offset"] :][: len(event["delta"])] != event["delta"]:
+            response_id, end = event["response_id"], event["offset"] + len(event["delta"])
+            stored = [self.texts.get(response_id, ""), *self.older_texts.get(response_id, ())]
+            if all(text[event["offset"] : end] != event["delta"] for text in stored):
                 raise Broken(f"told and not stored: {event}, stored is {stored!r}")
         elif kind in ("conversation.item.added", "conversation.item.done"):
             if event["item"]["id"] not in self.items:
                 raise Broken(f"told and not stored: {event}")
         elif kind == "response.done":
             ended = self.ended.get(event["response"]["id"])
-            if ended is None or ended.outcome.status != event["response"]["status"]:
+            if (ended is None or ended.outcome.status != event["response"]["status"]) and not self.lost:
                 raise Broken(f"told as ended: {event}; stored is {ended}")
 
 

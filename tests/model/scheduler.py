@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 
 class Clock:
@@ -30,11 +30,11 @@ class Clock:
     def time_ns(self) -> int:
         return 1_800_000_000_000_000_000 + round(self.now * 1e9)
 
-    def after(self, delay: float, action: Callable[[], object]) -> None:
+    def after(self, delay: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay, action)
 
-    def at(self, when: float, action: Callable[[], object]) -> None:
-        heapq.heappush(self._planned, (when, next(self._order), action))  # type: ignore[misc]
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._planned, (when, next(self._order), action))
 
     def next(self) -> float:
         return self._planned[0][0] if self._planned else float("inf")
@@ -45,7 +45,7 @@ class Clock:
         action()
 
 
-class Loop(asyncio.AbstractEventLoop):
+class Loop:
     """As much of an event loop as tasks, futures, locks and timers need. There is no I/O."""
 
     def __init__(self, clock: Clock, on_error: Callable[[dict[str, Any]], None]) -> None:
@@ -55,6 +55,11 @@ class Loop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
+
+    @property
+    def itself(self) -> asyncio.AbstractEventLoop:
+        """As asyncio takes it: what is not there is not asked for."""
+        return cast("asyncio.AbstractEventLoop", self)
 
     # --- the driver steps it
 
@@ -72,7 +77,7 @@ class Loop(asyncio.AbstractEventLoop):
         """What is ready now, then what is due, as real loops do it."""
         while self._timers and self._timers[0][0] <= self._clock.now:
             self._ready.append(heapq.heappop(self._timers)[2])
-        asyncio._set_running_loop(self)
+        asyncio._set_running_loop(self.itself)
         try:
             for _ in range(len(self._ready)):
                 handle = self._ready.popleft()
@@ -85,14 +90,14 @@ class Loop(asyncio.AbstractEventLoop):
         """Cancel all tasks and let them end; for a world that is over."""
         self._on_error = lambda context: None
         for _ in range(100):
-            tasks = asyncio.all_tasks(self)
+            tasks = asyncio.all_tasks(self.itself)
             if not tasks:
                 return
             for task in tasks:
                 task.cancel()
             while self._ready:
                 self.step()
-        raise AssertionError(f"tasks that can not be cancelled: {asyncio.all_tasks(self)}")
+        raise AssertionError(f"tasks that can not be cancelled: {asyncio.all_tasks(self.itself)}")
 
     # --- what asyncio asks of it
 
@@ -108,22 +113,22 @@ class Loop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return False
 
-    def call_soon(  # type: ignore[override]
+    def call_soon(
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self.itself, context)
         self._ready.append(handle)
         return handle
 
-    def call_later(  # type: ignore[override]
+    def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._clock.now + delay, callback, *args, context=context)
 
-    def call_at(  # type: ignore[override]
+    def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = asyncio.TimerHandle(when, callback, args, self.itself, context)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
@@ -131,16 +136,12 @@ class Loop(asyncio.AbstractEventLoop):
         """It is left out when it is due."""
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return asyncio.Future(loop=self.itself)
 
     def create_task(
-        self,
-        coro: Coroutine[Any, Any, Any],  # type: ignore[override]
-        *,
-        name: str | None = None,
-        context: contextvars.Context | None = None,
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        return asyncio.Task(coro, loop=self.itself, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self._on_error(context)

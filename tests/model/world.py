@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,7 +45,7 @@ def _heard(hear: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     """Hear what the server logs."""
     logger = logging.getLogger("chat_server")
     handler = logging.Handler(logging.INFO)
-    handler.emit = hear  # type: ignore[assignment, method-assign]
+    handler.emit = hear  # type: ignore[method-assign, assignment]
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -71,7 +72,7 @@ class Replica:
         self.id = f"replica_{number}"
         self.world = world
         self.draining = False
-        self.loop = Loop(world.clock, self._on_error)  # type: ignore[abstract]
+        self.loop = Loop(world.clock, self._on_error)
         self.link = Link(self.id, self.loop)
         world.network.links[self.id] = self.link
         client = EngineClient(world.engines, self.id)
@@ -121,7 +122,7 @@ class Replica:
         for client in self.world.clients:
             socket = client.socket
             if socket is not None and socket._replica is self:
-                self.world.clock.after(client.delay(), lambda c=client, s=socket: c.closed(s, 1006))  # type: ignore[misc]
+                self.world.clock.after(client.delay(), partial(client.closed, socket, 1006))
 
     def drain(self) -> None:
         """As SIGTERM: answers are handed over, then it is gone in order."""
@@ -250,7 +251,7 @@ class World:
         self.clients.append(first)
         self.clock.after(0.5, first.connect)
         for name in ("bob", "cyd")[: draw.choice((0, 1, 1, 2))]:
-            self.clock.after(0.5, lambda name=name: self._join(name))  # type: ignore[misc]
+            self.clock.after(0.5, partial(self._join, name))
         for action, every in (
             (self._someone_says, draw.choice((0.5, 1.5, 3.0))),
             (self._someone_stops, draw.choice((1.0, 4.0, 1000.0))),
@@ -268,17 +269,20 @@ class World:
             self._engine_dies,
         ):
             self._now_and_then(fault, draw.choice((2.0, 6.0, 1000.0, 1000.0)))
+        if draw.random() < 0.2:
+            self._now_and_then(self._copy_store, 5.0)
 
-    def start_replica(self) -> Replica:
+    def start_replica(self) -> None:
         self._replicas += 1
         replica = Replica(self, self._replicas)
         self.replicas.append(replica)
         self.trace(f"{replica.id} starts")
-        return replica
 
     def _join(self, name: str) -> None:
         """The others come into the first one's session."""
         [first, *_] = self.clients
+        if self.clock.now > 1000 + _STORM_S:
+            return
         if first.session_id is None:
             self.clock.after(0.5, lambda: self._join(name))
             return
@@ -371,7 +375,7 @@ class World:
             self.trace(f"{replica.id} is cut off from the store")
             replica.link.up = False
             self.network.break_subscription(replica.link)
-            self.clock.after(seconds, lambda replica=replica: self._reconnect(replica))  # type: ignore[misc]
+            self.clock.after(seconds, partial(self._reconnect, replica))
 
     def _reconnect(self, replica: Replica) -> None:
         if not replica.dead:
@@ -387,6 +391,24 @@ class World:
         self.trace(f"{url} dies")
         self.engines.stop(url)
         self.clock.after(self.random.random() * 5, lambda: self.engines.start(url))
+
+    def _copy_store(self) -> None:
+        """The store fails over to a machine that lacks the last of what was written."""
+        session_id = self.clients[0].session_id
+        if session_id is None or not (copy := self.valkey.copy(session_id)):
+            return
+        self.clock.after(
+            self.random.random() * self.random.choice((0.1, 1.0)), lambda: self._put_back(session_id, copy)
+        )
+
+    def _put_back(self, session_id: str, copy: dict[str, bytes]) -> None:
+        if self.clock.now > 1000 + _STORM_S:
+            return
+        self.trace(f"{session_id} is put back to an older copy")
+        self.valkey.put_back(session_id, copy)
+        self.oracle.on_other_store(session_id)
+        for replica in self.replicas:
+            self.network.break_subscription(replica.link)
 
     # --- its end
 
@@ -415,26 +437,26 @@ class World:
             if client.wishes:
                 return f"{client.name} waits for {list(client.wishes)}"
             for answer in client.answers.values():
-                # The end of one that was taken out of the conversation is told to nobody any more.
-                if answer.stage >= 0 and answer.status is None and answer.item_id not in oracle.deleted:
+                waits = answer.stage >= 0 and answer.status is None
+                # The end of one of which the store knows nothing any more is told to nobody.
+                gone = answer.item_id in oracle.deleted or oracle.is_forgotten(answer.id) or oracle.lost
+                if waits and not gone:
                     return f"{client.name} was not told the end of {answer.id}"
         for replica in self.replicas:
             if replica.loop.stopped or not replica.link.up or replica.draining or not replica.hub.ready:
                 return f"{replica.id} is not there"
             for live in replica.hub.sessions:
-                known = oracle.sessions.get(live.id)  # type: ignore[assignment]
+                known = oracle.sessions[live.id]
                 if live.lock.locked() or live.held or live.doubted or live.turn is not None:
                     return f"{replica.id} is at work"
-                if (
-                    live.loaded
-                    and known is not None  # type: ignore[redundant-expr]
-                    and (live.version, live.item_count) != (known.version, len(known.order))
-                ):
+                if live.loaded and (live.version, live.item_count) != (known.version, len(known.order)):
                     return f"{replica.id} knows {live.version}, {live.item_count} items; {known.version} is stored"
         return "" if self.replicas else "there is no replica"
 
     def _check_rest(self) -> None:
         """At rest: what clients were told is what is stored."""
+        if self.oracle.lost:
+            return  # ends that were told may be gone with their owner
         for client in self.clients:
             for answer in client.answers.values():
                 ended = self.oracle.ended.get(answer.id)
@@ -453,4 +475,5 @@ class World:
 
     def takes_back(self, answer: Answer, event: dict[str, Any]) -> bool:
         """Whether text may be taken back: told from the start again, or by a cut."""
-        return event["offset"] == 0 or answer.id in self.oracle.ended or answer.id in self.oracle.wishes
+        oracle = self.oracle
+        return event["offset"] == 0 or oracle.lost or answer.id in oracle.ended or answer.id in oracle.wishes
