@@ -418,5 +418,5 @@ class Client:
         """History: an answer as it is stored, out of which no more comes."""
         answer = self.answers.get(item["response_id"])
         if answer is not None and answer.status is None and item["status"] != "in_progress":
-            answer.text = text_of(item)
+            answer.item_id, answer.text = item["id"], text_of(item)
             answer.status = "from history"

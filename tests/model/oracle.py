@@ -60,7 +60,7 @@ class Oracle:
         self.lost = False
         #: longer texts that an answer had before that
         self.older_texts: dict[str, list[str]] = {}
-        #: those that somebody took out of the conversation
+        #: answers that somebody took out of the conversation
         self.deleted: set[str] = set()
 
     # --- the store
@@ -83,7 +83,8 @@ class Oracle:
         if function == "finish" and reply[0] == b"ok":
             self._on_end(link, before, reply[1])
         if function == "item_delete" and reply[0] == b"ok":
-            self.deleted.update(set(before.order) - set(after.order))
+            gone = set(before.order) - set(after.order)
+            self.deleted.update(before.items[item_id].get("response_id", "") for item_id in gone)
         if function in ("cancel", "begin"):
             for message in [reply[1]] if function == "cancel" and reply[0] == b"ended" else _messages(reply):
                 self._on_queued_end(message)
@@ -131,6 +132,9 @@ class Oracle:
     def _check(self, before: Session, now: Session) -> None:
         if len(now.order) != len(set(now.order)) or set(now.order) != set(now.items):
             raise Broken(f"order and items differ: {now.order} and {sorted(now.items)}")
+        made = {now.response.get("item_id"), now.response.get("q_item_id")}
+        if left := [id for id, item in now.items.items() if item["status"] == "in_progress" and id not in made]:
+            raise Broken(f"nobody makes {left} any more")
         answered = [item["in_reply_to"] for item in now.items.values() if item.get("in_reply_to")]
         if len(answered) != len(set(answered)):
             raise Broken(f"two answers to one text: {answered}")
@@ -177,10 +181,12 @@ class Oracle:
         if before.running != ended.response:
             raise Broken(f"{ended.response} ended, and {before.running} was running")
         self.ended[ended.response] = ended
-        text = before.text + ended.rest
-        if ended.offset != len(before.text) and self.lost:
-            return  # its text was lost; the item has all of it
-        if ended.offset != len(before.text):
+        if ended.offset == len(before.text):
+            text = before.text + ended.rest
+        elif self.lost:  # the text was, and the item has all of it
+            left = self.sessions[ended.session].items.get(before.response["item_id"])
+            text = text_of(left) if left is not None else ""
+        else:
             raise Broken(f"{ended.response} ended at {ended.offset}, and {len(before.text)} were stored")
         outcome = ended.outcome
         if text:

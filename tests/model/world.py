@@ -439,7 +439,7 @@ class World:
             for answer in client.answers.values():
                 waits = answer.stage >= 0 and answer.status is None
                 # The end of one of which the store knows nothing any more is told to nobody.
-                gone = answer.item_id in oracle.deleted or oracle.is_forgotten(answer.id) or oracle.lost
+                gone = answer.id in oracle.deleted or oracle.is_forgotten(answer.id) or oracle.lost
                 if waits and not gone:
                     return f"{client.name} was not told the end of {answer.id}"
         for replica in self.replicas:
