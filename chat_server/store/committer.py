@@ -66,9 +66,9 @@ class Committer:
 
         Waits as long as the store is away: the caller sets the deadline.
         """
-        self._dirty.pop(writer, None)
         while writer.response.in_flight and not writer.lost:
             await self._answered.wait()
+        self._dirty.pop(writer, None)  # only now: what the store lost on its way is sent again from there
 
     def resume(self, writer: Writer) -> None:
         """The store holds what it held before, and takes more: what was on its way is sent again."""

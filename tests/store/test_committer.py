@@ -347,6 +347,22 @@ async def test_settling_waits_for_what_is_under_way() -> None:
         assert store.texts == {"resp_1": told.encode()}
 
 
+async def test_settling_lets_what_the_store_lost_be_sent_again() -> None:
+    """Also when the answer comes to its end at the very moment at which its text may be written again."""
+    store = FakeStore()
+    store.replies["resp_1"] = "refused"
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.says("Hello")
+        await answer.until(lambda: bool(answer.refused))
+        del store.replies["resp_1"]
+        committer.resume(answer.writer)
+        async with asyncio.timeout(2):
+            await committer.settle(answer.writer)  # at once: not even the committer has its turn before
+        assert answer.told == ["Hello"]
+        assert store.texts == {"resp_1": b"Hello"}
+
+
 async def test_settling_has_nothing_to_wait_for() -> None:
     """Without a commit under way, or when the answer is lost, it is done at once."""
     store = FakeStore()
