@@ -389,7 +389,9 @@ class Client:
         self.wishes.pop(f"answer to {event.get('in_reply_to')}", None)
         if event.get("duplicate"):
             return None
-        return self.answers.setdefault(response_id, Answer(response_id))
+        answer = self.answers.setdefault(response_id, Answer(response_id))
+        answer.text = ""  # it is told from its beginning
+        return answer
 
     def _advance(self, answer: Answer, stage: int, kind: str) -> None:
         if stage < answer.stage or (stage == answer.stage and stage != _DELTA):
