@@ -74,6 +74,7 @@ class Answers:
         self,
         live: LiveSession,
         token: str,
+        message: bytes,
         items: tuple[Item, ...],
         binding: Binding | None,
         *,
@@ -82,8 +83,13 @@ class Answers:
     ) -> None:
         """Make the session's running response here. Holds the session's lock.
 
-        ``attempts`` were made before without new text; ``wish``: somebody wants it stopped.
+        ``message`` said that it is ours; it was applied, unless messages before it are missing. ``attempts`` were made
+        before without new text; ``wish``: somebody wants it stopped.
         """
+        if live.response is None or live.response_token != token:
+            # The connections start again; the answer is made all the same.
+            live.unload()
+            self._hub.apply(live, message)
         response = live.response
         assert response is not None and live.turn is None, "it was just begun"
         writer = Writer(
@@ -307,14 +313,18 @@ class Answers:
             self._hub.drop(live)  # the store lost some: what we told is not what we would go on from
             return
         await self._hub.apply_own(live, taken.message)
-        if live.response_token != token:
-            # Messages were lost and the connections start again; the answer is made all the same.
-            live.unload()
-            self._hub.apply(live, taken.message)
         live.doubted = False
         log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")
         response.move(State.QUEUED)
-        self.start(live, token, taken.items, taken.binding, attempts=taken.attempts - 1, wish=taken.wish)
+        self.start(
+            live,
+            token,
+            taken.message,
+            taken.items,
+            taken.binding,
+            attempts=taken.attempts - 1,
+            wish=taken.wish,
+        )
 
     async def _abandon_unwatched(self) -> None:
         """Stop the answers of sessions that nobody has been connected to for too long; what is stored stays."""

@@ -234,11 +234,7 @@ class Commands:
             await self._hub.apply_own(live, message)
         if reply.kind == "queued":
             return
-        if live.response is None or live.response_token != token:
-            # Messages were lost and the connections start again; the answer is made all the same.
-            live.unload()
-            self._hub.apply(live, reply.messages[-1])
-        self._answers.start(live, token, reply.items, reply.binding)
+        self._answers.start(live, token, reply.messages[-1], reply.items, reply.binding)
 
     async def _write(self, live: LiveSession, write: Callable[[int], Awaitable[T]]) -> T:
         """A write that must not hide that the store lost changes: first they are written again. Holds the lock.

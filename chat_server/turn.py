@@ -394,8 +394,7 @@ class Conductor:
                     elif turn.restore is not None and await turn.restore():
                         continue  # the store had lost the response; it is there again
                     else:
-                        turn.writer.lost = True
-                        turn.writer.on_lost()
+                        turn.lose()
                 return
             except StoreUnavailable as error:
                 if time.monotonic() > deadline:

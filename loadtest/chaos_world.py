@@ -53,23 +53,20 @@ class Process:
 
     async def kill(self) -> float:
         """``kill -9``, and wait until it is gone. Returns the moment."""
-        assert self._child is not None, "it was started"
-        children = await asyncio.to_thread(Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text)
-        at = time.monotonic()
-        for pid in children.split():
-            os.kill(int(pid), signal.SIGKILL)
-        await self._child.wait()
-        return at
+        return await self._end_by(signal.SIGKILL)
 
     async def tell_to_stop(self) -> float:
         """SIGTERM, and wait until it has ended by itself. Returns the seconds that it took."""
+        return time.monotonic() - await self._end_by(signal.SIGTERM)
+
+    async def _end_by(self, signum: int) -> float:
         assert self._child is not None, "it was started"
         children = await asyncio.to_thread(Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text)
         at = time.monotonic()
         for pid in children.split():
-            os.kill(int(pid), signal.SIGTERM)
+            os.kill(int(pid), signum)
         await self._child.wait()
-        return time.monotonic() - at
+        return at
 
     async def stop(self) -> None:
         if self._child is not None:

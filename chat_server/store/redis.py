@@ -211,8 +211,6 @@ class Store:
         match reply[0]:
             case b"gone":
                 return None
-            case b"behind":
-                raise StoreBehind("The store lost changes of this session.")
             case b"ok":
                 return Added("ok", message=reply[1])
             case b"duplicate":
@@ -232,8 +230,6 @@ class Store:
         reply = await self._call(
             session_id, "item_delete", *self._ttls, self.replica_id, item.id, in_reply_to, response_id, known
         )
-        if reply[0] == b"behind":
-            raise StoreBehind("The store lost changes of this session.")
         if reply[0] == b"ok":
             return bytes(reply[1])
         return "busy" if reply[0] == b"busy" else "gone"
@@ -263,8 +259,6 @@ class Store:
             messages.truncated_body(new, text_end),
             known,
         )
-        if reply[0] == b"behind":
-            raise StoreBehind("The store lost changes of this session.")
         if reply[0] == b"ok":
             return bytes(reply[1])
         kind: Literal["busy", "gone", "stale"] = reply[0].decode()
@@ -330,8 +324,6 @@ class Store:
         match reply[0]:
             case b"gone":
                 return None
-            case b"behind":
-                raise StoreBehind("The store lost changes of this session.")
             case b"ok":
                 return BeginReply("ok", tuple(reply[1]), items=_items(reply[3]), binding=_binding(reply[2]))
             case b"queued":
@@ -527,7 +519,10 @@ class Store:
         return replies
 
     async def _call(self, session_id: str, function: str, *args: Any) -> Any:
-        return await self._server.call(session_id, function, *args, durable=function in _DURABLE)
+        reply = await self._server.call(session_id, function, *args, durable=function in _DURABLE)
+        if isinstance(reply, list) and reply[0] == b"behind":
+            raise StoreBehind("The store lost changes of this session.")
+        return reply
 
 
 def _pairs(flat: list[bytes]) -> dict[str, bytes]:
