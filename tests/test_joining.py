@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from chat_server.engine.simulated import answer_for
 from tests.support import ws
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.server import QUICK, RunningServer, two_replicas
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,8 +25,8 @@ LONG = "Tell me more, in 300 words."
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines."""
     slow = replace(QUICK, tokens_per_s=400.0)
-    async with running_server(tmp_path_factory.mktemp("resume"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
+    async with two_replicas(tmp_path_factory.mktemp("resume"), simulated=slow) as replicas:
+        yield replicas
 
 
 @dataclass

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from chat_server.engine.simulated import answer_for
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.prompts import prompt
+from tests.support.server import QUICK, RunningServer, two_replicas
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
@@ -23,17 +23,8 @@ LONG = "Tell me more, in 300 words."
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines."""
     slow = replace(QUICK, tokens_per_s=600.0)
-    async with running_server(tmp_path_factory.mktemp("talk"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
-
-
-def prompt(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-async def delete(server: RunningServer, session_id: str) -> int:
-    async with aiohttp.ClientSession() as http, http.delete(f"{server.url}/v1/sessions/{session_id}") as answer:
-        return answer.status
+    async with two_replicas(tmp_path_factory.mktemp("talk"), simulated=slow) as replicas:
+        yield replicas
 
 
 async def test_a_response_outside_of_the_conversation_belongs_to_who_asked(replicas: list[RunningServer]) -> None:

@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from chat_server.engine.simulated import answer_for
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.prompts import prompt
+from tests.support.server import QUICK, RunningServer, two_replicas
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -26,8 +27,8 @@ ACTIVE = "conversation_already_has_active_response"
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines."""
     slow = replace(QUICK, tokens_per_s=400.0)
-    async with running_server(tmp_path_factory.mktemp("queue"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
+    async with two_replicas(tmp_path_factory.mktemp("queue"), simulated=slow) as replicas:
+        yield replicas
 
 
 async def ask(client: WsClient, text: str = LONG, **fields: Any) -> None:
@@ -44,10 +45,6 @@ async def ends(client: WsClient, count: int) -> list[dict[str, Any]]:
         if event["type"] == "response.done":
             ended.append(event["response"])
     return ended
-
-
-def prompt(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]
 
 
 @pytest.mark.parametrize("second", [0, 1])

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from chat_server.engine.simulated import answer_for
 from chat_server.hub import Hub
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.server import QUICK, RunningServer, two_replicas
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -29,8 +29,8 @@ hear = Hub._hear
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines, which take a moment to the first text."""
     slow = replace(QUICK, tokens_per_s=300.0, first_token_s=0.1)
-    async with running_server(tmp_path_factory.mktemp("stop"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
+    async with two_replicas(tmp_path_factory.mktemp("stop"), simulated=slow) as replicas:
+        yield replicas
 
 
 def at_rest(server: RunningServer) -> bool:

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from chat_server.engine.simulated import answer_for
 from chat_server.store import keys
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.server import QUICK, RunningServer, two_replicas
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -26,8 +26,8 @@ WHOLE = answer_for([{"role": "user", "content": LONG}])
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines."""
     slow = replace(QUICK, tokens_per_s=100.0)
-    async with running_server(tmp_path_factory.mktemp("loss"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
+    async with two_replicas(tmp_path_factory.mktemp("loss"), simulated=slow) as replicas:
+        yield replicas
 
 
 class Copies:

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.support.server import QUICK, RunningServer, another, running_server
+from tests.support.server import QUICK, RunningServer, two_replicas
 from tests.support.ws import refused
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -22,12 +22,8 @@ LONG = "Tell me more, in 300 words."
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[RunningServer]]:
     """Two replicas on one store and the same engines."""
     slow = replace(QUICK, tokens_per_s=600.0)
-    async with running_server(tmp_path_factory.mktemp("talk"), simulated=slow) as one, another(one) as two:
-        yield [one, two]
-
-
-def prompt(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]
+    async with two_replicas(tmp_path_factory.mktemp("talk"), simulated=slow) as replicas:
+        yield replicas
 
 
 async def delete(server: RunningServer, session_id: str) -> int:

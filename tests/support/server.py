@@ -144,6 +144,13 @@ async def another(server: RunningServer, redis_url: str | None = None) -> AsyncI
         await replica.stop()
 
 
+@asynccontextmanager
+async def two_replicas(folder: Path, *, simulated: SimulatedOptions) -> AsyncIterator[list[RunningServer]]:
+    """Two replicas on one store and the same engines."""
+    async with running_server(folder, simulated=simulated) as one, another(one) as two:
+        yield [one, two]
+
+
 class ServerProcess:
     """``chat-server serve`` as a user starts it. Its log is in ``log``."""
 
