@@ -363,7 +363,13 @@ class Answers:
         try:
             await self._committer.settle(writer)
             async with live.lock:
-                if writer.lost or not await self._committer.store_rest(writer):
+                if writer.lost:
+                    return
+                stored = await self._committer.store_rest(writer) or (
+                    await self._restore(live, turn) and await self._committer.store_rest(writer)
+                )
+                if not stored:  # it is somebody else's
+                    self._committer.lose(writer)
                     return
                 self._left[live.id] = time.monotonic()
                 message = await self._store.hand_over(live.id, writer.token, new_id("token"))

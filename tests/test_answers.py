@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from chat_server.answers import Answers
 from chat_server.engine.simulated import Fault, answer_for
+from chat_server.live import LiveSession
 from chat_server.settings import Limits
+from chat_server.store.keys import session_keys
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
@@ -112,6 +115,40 @@ async def test_an_answer_that_is_handed_over_goes_on_elsewhere(
         assert response["status"] == "completed"
         assert one.texts[item["id"]] == item["content"][0]["text"] == WHOLE
         assert "response.migrated" in one.types
+
+
+@pytest.mark.parametrize("lost", ["text", "session"])
+async def test_what_the_store_loses_just_before_a_hand_over_is_written_again(
+    tmp_path: Path, all_answers: list[Answers], lost: str
+) -> None:
+    """Of the text alone, or all of the session: the other replica goes on from what was told."""
+    async with (
+        running_server(tmp_path, simulated=SLOW) as server,
+        another(server),
+        server.connect(extensions=1) as one,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        for _ in range(20):
+            await one.until(DELTA)
+        gone = [key for key in session_keys(one.session["id"]) if lost == "session" or key.endswith(":text")]
+        leave = Answers._leave
+
+        async def lose_and_leave(self: Answers, live: LiveSession) -> None:
+            async with redis.asyncio.Redis.from_url(server.redis_url) as admin:
+                await admin.delete(*gone)
+            await leave(self, live)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Answers, "_leave", lose_and_leave)
+            async with asyncio.timeout(5):
+                await all_answers[0].hand_over()
+        response = await done(one)
+        assert response["output"][0]["content"][0]["text"] == WHOLE
+        assert one.texts[response["output"][0]["id"]] == WHOLE
+        assert [event["offset"] for event in one.events if event["type"] == DELTA].count(0) == 1, (
+            "nothing was taken back"
+        )
 
 
 async def test_an_answer_that_nobody_takes_is_taken_back(tmp_path: Path, all_answers: list[Answers]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DONE = 1000
+INVALID_TEXT = 1007  # a text frame that is no UTF-8
 POLICY = 1008  # credential expired or revoked: a new one first
 TOO_BIG = 1009  # a frame over ``max_frame_bytes``
 FAULT = 1011  # our fault: reconnect with backoff

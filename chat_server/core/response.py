@@ -178,8 +178,7 @@ class Response:
         return self._in_flight
 
     def whole_commit(self) -> Commit:
-        """All text up to the end of the commit under way, for a store that lost some of what it held."""
-        assert self._in_flight is not None, "it answered a commit"
+        """All text up to the end of a commit under way, for a store that lost some of what it held."""
         text = self.text_under_way()
         return Commit(0, 0, text, text.encode())
 

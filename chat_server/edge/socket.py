@@ -16,18 +16,24 @@ import logging
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame
+from websockets.exceptions import InvalidState
+from websockets.frames import Close, Frame, Opcode
 from websockets.http11 import Request
 
 from chat_server.core import close_codes
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveEvent
 
 log = logging.getLogger(__name__)
 
 #: seconds from the beginning of a close, by whichever side, to its end: then the connection is dropped.
 _CLOSE_S = 3.0
+#: bytes that are parsed in one go: a read may hold tens of thousands of frames.
+_SLICE = 16 << 10
 #: socket(7): a close throws away what was not sent and resets the connection.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -63,6 +69,11 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self.bytes_written = 0
         #: what was taken when a ping was put behind what waits; None if it went out at once.
         self._taken_at_ping: int | None = None
+        #: what was read and not parsed yet, and the call that parses the next slice of it.
+        self._unread = b""
+        self._next_slice: asyncio.Handle | None = None
+        #: the peer broke the protocol: whatever else it sends is thrown away.
+        self._failed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -80,18 +91,60 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             cast("dict[str, Any]", scope["extensions"])[SCOPE_KEY] = self
 
     def data_received(self, data: bytes) -> None:
+        self._unread += data
+        if self._next_slice is None:
+            self._parse_slice()
+
+    def _parse_slice(self) -> None:
+        self._next_slice = None
+        part, self._unread = self._unread[:_SLICE], self._unread[_SLICE:]
         try:
-            super().data_received(data)
+            if not self._failed:
+                super().data_received(part)
         except Exception as error:
             # Only its kind: the bytes are the peer's, and a header may hold a key.
             log.warning("Dropped a peer that sent something unreadable (%s)", type(error).__name__)
             self.transport.abort()
+        self._go_on_reading()
+
+    def _go_on_reading(self) -> None:
+        """Let others have their turn and the app take what the last slice gave; then the next, then the socket."""
+        if self.transport.is_closing():
+            self._unread = b""
+        elif self._unread:
+            self.transport.pause_reading()
+            if self._next_slice is None and not self.read_paused:
+                self._next_slice = self.loop.call_soon(self._parse_slice)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        self._go_on_reading()
+        return message
+
+    def handle_cont(self, event: Frame) -> None:
+        # One buffer, not a list: a fragment may be a byte, or nothing, and there is no bound on their number.
+        if not isinstance(self.frames[0], bytearray):
+            self.frames = [bytearray(self.frames[0])]  # type: ignore[list-item]
+        self.frames[0] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
+
+    def send_receive_event_to_app(self) -> None:
+        try:
+            super().send_receive_event_to_app()
+        except InvalidState:  # no UTF-8, and its close came with it, which was answered in kind
+            self.conn.writes.clear()
+            self.conn.close_sent = Close(close_codes.INVALID_TEXT, "")
+            self.conn.send_frame(Frame(Opcode.CLOSE, self.conn.close_sent.serialize()))
+            self.handle_parser_exception()
 
     def handle_ping(self) -> None:
         # A peer that pings but reads nothing would fill the buffer with our answers. The next ping gets one
         # (RFC 6455, 5.5.3: only the last needs an answer).
         output = b"".join(self.conn.data_to_send())
-        if self.writable.is_set() and not self.transport.is_closing():
+        if output and self.writable.is_set() and not self.transport.is_closing():
             self.transport.write(output)
 
     def resume_writing(self) -> None:
@@ -100,6 +153,9 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unread = b""
+        if self._next_slice is not None:
+            self._next_slice.cancel()
         self._notify()
         self.on_writable = None
 
@@ -128,7 +184,22 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._drop_later()
 
     def handle_parser_exception(self) -> None:
-        super().handle_parser_exception()
+        """Say what is wrong (RFC 6455, 7.1.7), and read on until the peer has seen it.
+
+        Closed at once, as uvicorn does it, with something unread, the kernel would reset the connection, and the close
+        frame might be lost.
+        """
+        closing = self.conn.close_sent
+        assert closing is not None, "that is what failed"
+        self._failed = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": closing.code, "reason": closing.reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.read_paused = False
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
         self._drop_later()
 
     def shutdown(self) -> None:
@@ -172,9 +243,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self.conn.send_close(code, reason)
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
+        self.read_paused = False
+        self._go_on_reading()
         self._drop_later()
 
     def abort(self) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chat_server.core.response import Response
+from chat_server.core.response import Commit, Response
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store.redis import Store
 from chat_server.store.replies import CommitReply, TextCommit
@@ -92,11 +92,15 @@ class Committer:
     async def store_rest(self, writer: Writer) -> bool:
         """Store all that another engine can go on from, of a response that gets no more text. Only when settled.
 
-        False if the store did not take it: the response is lost. Raises StoreError.
+        From its beginning: whoever takes it over goes on from what the store holds, which may have lost some unnoticed.
+        False if the store does not take it. Raises StoreError.
         """
-        commit = self._take(writer)
-        if commit is not None:
-            [reply] = await self._store.commit([commit])
+        response = writer.response
+        response.take_commit()
+        [reply] = await self._store.commit([_text_commit(writer, response.whole_commit())])
+        if reply not in ("ok", "wished"):
+            return False
+        if response.in_flight:
             self._answer(writer, reply)
         return not writer.lost
 
@@ -127,15 +131,7 @@ class Committer:
         commit = response.whole_commit() if writer.whole else response.take_commit()
         if commit is None:
             return None
-        return TextCommit(
-            session_id=writer.session_id,
-            response_id=response.id,
-            token=writer.token,
-            epoch=response.epoch,
-            byte_offset=commit.byte_offset,
-            offset=commit.offset,
-            data=commit.data,
-        )
+        return _text_commit(writer, commit)
 
     async def _store_batch(self, commits: list[TextCommit], writers: list[Writer]) -> list[CommitReply]:
         """Try until the store took it: each commit says where it is written, so a retry can not double it."""
@@ -183,3 +179,15 @@ class Committer:
         except Exception:
             log.exception("A response failed while its text was told; it ends")
             self.lose(writer)
+
+
+def _text_commit(writer: Writer, commit: Commit) -> TextCommit:
+    return TextCommit(
+        session_id=writer.session_id,
+        response_id=writer.response.id,
+        token=writer.token,
+        epoch=writer.response.epoch,
+        byte_offset=commit.byte_offset,
+        offset=commit.offset,
+        data=commit.data,
+    )

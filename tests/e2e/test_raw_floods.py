@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from websockets.server import ServerProtocol
 from wsproto.frame_protocol import Opcode
 
 from chat_server.core.codec import decode
@@ -72,35 +73,74 @@ async def test_a_thousand_frames_a_second_bother_nobody(server: RunningServer, n
     assert neighbour.longest_wait_s < STALL_S / 2
 
 
-async def test_frames_that_come_at_once_are_not_done_at_once(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A segment may hold thousands: between any two of them everybody else has a turn."""
-    turn = 0
-    done: Counter[int] = Counter()
+class Turns:
+    """Counts what is done in one turn of the event loop."""
 
-    async def turns() -> None:
-        nonlocal turn
+    def __init__(self) -> None:
+        self.done: Counter[int] = Counter()
+        self._turn = 0
+
+    def count(self) -> None:
+        self.done[self._turn] += 1
+
+    async def run(self) -> None:
         while True:
-            turn += 1
+            self._turn += 1
             await asyncio.sleep(0)
 
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def turns() -> AsyncIterator[Turns]:
+    turns = Turns()
+    turning = asyncio.create_task(turns.run())
+    yield turns
+    turning.cancel()
+
+
+async def test_messages_that_come_at_once_are_not_done_at_once(
+    server: RunningServer, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment may hold thousands: between any two of them everybody else has a turn."""
+
     def counted(payload: str | bytes) -> Any:
-        done[turn] += 1
+        turns.count()
         return decode(payload)
 
     monkeypatch.setattr(realtime, "decode", counted)
-    turning = asyncio.create_task(turns())
-    try:
-        async with raw.connect(server.ws_url, extensions=1) as client:
-            await client.send(event("ping", t=1) * 500 + text("?") * 500)
-            for _ in range(500):
-                await client.expect("pong")
-            for _ in range(500):
-                await client.error("invalid_json")
-    finally:
-        turning.cancel()
-    assert max(done.values()) == 1
+    async with raw.connect(server.ws_url, extensions=1) as client:
+        await client.send(event("ping", t=1) * 500 + text("?") * 500)
+        for _ in range(500):
+            await client.expect("pong")
+        for _ in range(500):
+            await client.error("invalid_json")
+    assert max(turns.done.values()) == 1
+
+
+@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.CONTINUATION])
+async def test_frames_without_a_message_are_done_in_small_parts(
+    server: RunningServer, turns: Turns, monkeypatch: pytest.MonkeyPatch, opcode: Opcode
+) -> None:
+    """A read may hold tens of thousands. What follows them is done as ever."""
+    recv_frame = ServerProtocol.recv_frame
+
+    def counted(self: ServerProtocol, frame: Any) -> None:
+        turns.count()
+        recv_frame(self, frame)
+
+    monkeypatch.setattr(ServerProtocol, "recv_frame", counted)
+    count = 20_000
+    end = json.dumps({"type": "ping", "t": 8}).encode()
+    async with raw.connect(server.ws_url, extensions=1) as client:
+        many = frame(opcode, fin=opcode is not Opcode.CONTINUATION) * count
+        if opcode is Opcode.CONTINUATION:
+            many = frame(Opcode.TEXT, fin=False) + many + frame(Opcode.CONTINUATION, end)
+        else:
+            many += text(end)
+        sending = asyncio.create_task(client.send(many))
+        assert (await client.expect("pong"))["t"] == 8
+        await sending
+    assert sum(turns.done.values()) > count
+    assert max(turns.done.values()) < 3000
 
 
 async def test_any_bytes_end_in_order(server: RunningServer) -> None:

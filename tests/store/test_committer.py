@@ -363,6 +363,33 @@ async def test_settling_lets_what_the_store_lost_be_sent_again() -> None:
         assert store.texts == {"resp_1": b"Hello"}
 
 
+@pytest.mark.parametrize("more", ["", ", you"])
+@pytest.mark.parametrize("held", [b"", b"Hel", b"Hello"])
+async def test_the_rest_is_stored_with_all_before_it(held: bytes, more: str) -> None:
+    """Whatever the store lost of it meanwhile, with something left to store or nothing."""
+    store = FakeStore()
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.says("Hello")
+        await answer.until_told("Hello")
+        store.texts["resp_1"] = held
+        answer.response.on_text(more)
+        assert await committer.store_rest(answer.writer)
+        assert store.texts == {"resp_1": ("Hello" + more).encode()}
+        assert "".join(answer.told) == "Hello" + more
+
+
+@pytest.mark.parametrize("reply", ["refused", "missing"])
+async def test_a_rest_that_the_store_does_not_take_is_left_to_the_caller(reply: CommitReply) -> None:
+    store = FakeStore()
+    store.replies["resp_1"] = reply
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.response.on_text("Hello")
+        assert not await committer.store_rest(answer.writer)
+        assert (answer.told, answer.refused, answer.lost) == ([], [], 0)
+
+
 async def test_settling_has_nothing_to_wait_for() -> None:
     """Without a commit under way, or when the answer is lost, it is done at once."""
     store = FakeStore()
