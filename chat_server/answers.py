@@ -18,12 +18,12 @@ from chat_server.core.ids import new_id
 from chat_server.core.items import Item, to_wire
 from chat_server.core.placement import Binding
 from chat_server.core.response import Response, State, cancelled_in_queue
-from chat_server.errors import ClientError, StoreError, StoreUnavailable
+from chat_server.errors import ClientError, StoreBehind, StoreError, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
-from chat_server.store.messages import ResponseEnded, end_body
+from chat_server.store.messages import Change, ResponseEnded, end_body
 from chat_server.store.redis import LEASE_MS, Store
 from chat_server.store.replies import Cut, Snapshot
 from chat_server.turn import Conductor, Turn
@@ -89,7 +89,9 @@ class Answers:
         if live.response is None or live.response_token != token:
             # The connections start again; the answer is made all the same.
             live.unload()
-            self._hub.apply(live, message)
+            change = self._hub.apply(live, message)
+            assert isinstance(change, Change), "it began, or moved here"
+            live.known = change.version  # all items come with it
         response = live.response
         assert response is not None and live.turn is None, "it was just begun"
         writer = Writer(
@@ -118,6 +120,7 @@ class Answers:
             attempts=attempts,
             on_migrate=lambda reason: self._note_attempt(live, turn, reason),
             restore=lambda: self._restore(live, turn),
+            known=lambda: self._know(live),
         )
         live.turn = turn
         if wish is not None:
@@ -127,9 +130,11 @@ class Answers:
     async def _run(self, live: LiveSession, turn: Turn) -> None:
         async def ended(message: bytes) -> None:
             change = await self._hub.apply_own(live, message)
-            self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
+            assert isinstance(change, ResponseEnded), "it is the end"
+            if live.known == change.version:  # else somebody changed what we do not know
+                self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
             self._release(live, turn)
-            if isinstance(change, ResponseEnded) and change.next is not None:
+            if change.next is not None:
                 if not live.loaded:  # nobody here listens: we did not hear what is next
                     await self._hub.look(live)
                 await self._take_over(live, "")
@@ -151,7 +156,7 @@ class Answers:
         try:
             async with live.lock:
                 message = await self._store.note_attempt(
-                    live.id, turn.writer.token, turn.attempts + 1, response.length, reason
+                    live.id, turn.writer.token, turn.attempts + 1, response.length, reason, known=live.known
                 )
                 if message is not None:
                     await self._hub.apply_own(live, message)
@@ -192,45 +197,59 @@ class Answers:
         self._committer.lose(turn.writer)
 
     async def _restore(self, live: LiveSession, turn: Turn) -> bool:
-        """Write the session again, if the store holds an older one. Holds the session's lock."""
-        return live.turn is turn and await self._restore_as(live.id, _snapshot(live, turn), live)
+        """Write the session again, if the store holds an older one. Holds the session's lock.
 
-    async def _restore_as(self, session_id: str, snapshot: Snapshot, live: LiveSession | None) -> bool:
-        message = await self._store.restore(session_id, snapshot)
-        if message is None:
+        False if the answer is not ours any more.
+        """
+        if live.turn is not turn:
             return False
-        log.warning("Session %s: the store had lost changes; it is written again", session_id)
-        if live is not None:
-            self._hub.apply(live, message)
-        return True
+        return await self._restore_as(live.id, _snapshot(live, turn)) or await self._store.holds(
+            live.id, turn.writer.token
+        )
+
+    async def _restore_as(self, session_id: str, snapshot: Snapshot) -> bool:
+        restored = await self._store.restore(session_id, snapshot)
+        if restored:
+            log.warning("Session %s: the store had lost changes; it is written again", session_id)
+        return restored
+
+    async def _know(self, live: LiveSession) -> int:
+        """The version of the session that we know all of: what changed while nobody here listened is read."""
+        if not live.loaded and (await self._store.versions([live.id]))[0] > live.known:
+            await self._hub.look(live)
+        return live.known
 
     async def write_again(self, live: LiveSession) -> bool:
         """Write a session again that the store holds an older copy of, if we can. Holds the session's lock."""
         if live.turn is not None:
             return await self._restore(live, live.turn)
         if live.id in self._ended:
-            return await self._restore_as(live.id, self._ended[live.id][1], live)
+            return await self._restore_as(live.id, self._ended[live.id][1])
         return False
 
     async def check_kept(self) -> None:
-        """Whether the store still holds our answers, and those that ended a moment ago."""
+        """Whether the store still holds our answers, and those that ended a moment ago.
+
+        An end is kept until it was found in the store when it was old enough: a store that is away may come back
+        without it.
+        """
         now = time.monotonic()
-        for session_id, (ended_at, _) in list(self._ended.items()):
-            if now - ended_at > _KEEP_ENDED_S:
-                del self._ended[session_id]
-        makes = [live for live in self._hub.sessions if live.turn is not None]
-        known = {session_id: snapshot.version for session_id, (_, snapshot) in self._ended.items()}
-        known |= {live.id: live.known for live in makes}
+        makes = {live.id: live for live in self._hub.sessions if live.turn is not None}
+        ended = dict(self._ended)
+        known = {session_id: snapshot.version for session_id, (_, snapshot) in ended.items()}
+        known |= {session_id: live.known for session_id, live in makes.items()}
         versions = await self._store.versions(list(known))
         lost = {session_id for (session_id, knew), holds in zip(known.items(), versions, strict=True) if holds < knew}
-        for live in makes:
+        for live in makes.values():
             turn = live.turn
             if live.id in lost and turn is not None:
                 async with live.lock:
                     await self._restore(live, turn)
-        for session_id in lost & self._ended.keys() - {live.id for live in makes}:
-            _, snapshot = self._ended[session_id]
-            await self._restore_as(session_id, snapshot, self._hub.find(session_id))
+        for session_id, kept in ended.items():
+            if session_id in lost and session_id not in makes:
+                await self._restore_as(session_id, kept[1])
+            if now - kept[0] > _KEEP_ENDED_S and self._ended.get(session_id) is kept:
+                del self._ended[session_id]
 
     # --- going on with what nobody makes any more
 
@@ -289,8 +308,12 @@ class Answers:
                 self._left.pop(live.id, None)
                 await self._take_over(live, "replica_drained")
         elif owner == self._store.replica_id:
-            # Without a turn: begun by a write that we gave up, or it follows one that we ended.
-            await self._take_over(live, "replica_lost")
+            # Without a turn: the store lost its end, or it was begun by a write that we gave up, or follows one that we
+            # ended.
+            if await self.write_again(live):
+                self._hub.drop(live)
+            else:
+                await self._take_over(live, "replica_lost")
         else:
             if owner not in alive:
                 alive[owner] = await self._hub.lease.lives(owner)
@@ -365,23 +388,30 @@ class Answers:
             async with live.lock:
                 if writer.lost:
                     return
-                stored = await self._committer.store_rest(writer) or (
-                    await self._restore(live, turn) and await self._committer.store_rest(writer)
-                )
-                if not stored:  # it is somebody else's
+                self._left[live.id] = time.monotonic()
+                message = await self._store_and_leave(live, writer)
+                if message is None and await self._restore(live, turn):  # the store had lost it
+                    message = await self._store_and_leave(live, writer)
+                if message is None:  # it is somebody else's
                     self._committer.lose(writer)
                     return
-                self._left[live.id] = time.monotonic()
-                message = await self._store.hand_over(live.id, writer.token, new_id("token"))
                 writer.lost = True
                 self._release(live, turn)
-                if message is not None:
-                    await self._hub.apply_own(live, message)
+                await self._hub.apply_own(live, message)
         finally:
             writer.lost = True  # an answer to an old commit is nothing to whoever goes on
             self._release(live, turn)
             await self._hub.close_if_idle(live)
         await self._store.wake(live.id, now_ms())
+
+    async def _store_and_leave(self, live: LiveSession, writer: Writer) -> bytes | None:
+        """The message that says that nobody makes the answer now; None if the store does not know it as ours."""
+        try:
+            if await self._committer.store_rest(writer):
+                return await self._store.hand_over(live.id, writer.token, new_id("token"), known=live.known)
+        except StoreBehind:
+            pass
+        return None
 
 
 @contextmanager

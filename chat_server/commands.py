@@ -295,8 +295,12 @@ class Commands:
         if connection.private.cancel(wanted, Cut(cut)):
             return
         turn = live.turn if live.turn is not None and live.turn.response.id == wanted else None
+        cancel = functools.partial(self._store.cancel, live.id, wanted, cut)
         try:
-            wish = await self._store.cancel(live.id, wanted, cut)
+            wish = await cancel(known=live.known)
+        except StoreBehind:
+            async with live.lock:
+                wish = await self._write(live, lambda known: cancel(known=known))
         except StoreUnavailable:
             if turn is None:
                 raise

@@ -15,11 +15,12 @@ from typing import Any
 
 from chat_server import joining
 from chat_server.core import close_codes
+from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
 from chat_server.core.response import ResumePoint
-from chat_server.errors import ClientError, StoreError
+from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.lease import Lease
 from chat_server.live import Connection, Gap, LiveSession
 from chat_server.settings import Settings
@@ -144,8 +145,13 @@ class Hub:
             state = await self._store.watch(live.id)
             if state is None:
                 raise joining.no_session(live.id)
-            live.load(state)
             live.watched = True
+            if live.turn is not None:  # nobody told us what changed while nobody here listened
+                if state.version < live.known:
+                    raise StoreUnavailable("The store lost changes of this session; they are written again.")
+                held = await self._store.last_items(live.id, 0)
+                live.conversation = Conversation(held[2] if held else ())
+            live.load(state)
             live.asked_at = time.monotonic()
 
     async def look(self, live: LiveSession) -> None:

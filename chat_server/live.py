@@ -42,7 +42,6 @@ from chat_server.store.messages import (
     ResponseEnded,
     ResponseMoved,
     SessionDeleted,
-    SessionRestored,
     SettingsChanged,
     Text,
 )
@@ -82,7 +81,7 @@ class LiveSession:
         self.model = ""
         self.settings = SessionSettings()
         self.version = -1  # not loaded
-        #: the last version that we knew, loaded or not.
+        #: the last version of which we know everything, loaded or not.
         self.known = -1
         self.created_ms = 0
         #: all items, while an answer is made here: what the store may lose.
@@ -165,10 +164,11 @@ class LiveSession:
             self.turn.stop(cut)
 
     def unload(self) -> None:
-        """Forget all but an answer that is made here: it has to be read again."""
+        """It has to be read again. An answer that is made here stays, with what the store may lose of its session."""
         self.version = -1
         self.held = []
-        self.queued = None
+        if self.turn is None:
+            self.queued = None
 
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
@@ -268,13 +268,12 @@ class LiveSession:
                 self._end(change)
             case SessionDeleted():
                 self.close_connections(close_codes.DONE, "the conversation was deleted")
-            case SessionRestored():
-                pass  # it is as we know it
             case _:
                 assert_never(change)
-        self.known = change.version
         if self.loaded:
-            self.version = change.version
+            self.version = self.known = change.version
+        elif change.before == self.known:
+            self.known = change.version
 
     def _begin(self, change: ResponseBegan) -> None:
         self.item_count += 1
@@ -342,7 +341,9 @@ class LiveSession:
 
     def _start_next(self, starts: Next | None) -> None:
         """The queued response, if there is one (and we heard of it), is the running one now."""
-        self.response, self.queued = self.queued if starts is not None else None, None
+        queued, self.response, self.queued = self.queued, None, None
+        if starts is not None and queued is not None and queued.id == starts.response:
+            self.response = queued
         if starts is not None:
             self.response_owner, self.response_token = starts.replica, starts.token
 

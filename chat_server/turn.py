@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import UNSET
 
@@ -24,7 +24,15 @@ from chat_server.core.response import Outcome, Response, State
 from chat_server.core.session import cache_salt
 from chat_server.engine.fleet import Engine, Fleet
 from chat_server.engine.vllm import ChatRequest, Finish, Usage, VllmClient
-from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUnavailable, StoreError, StoreUnavailable
+from chat_server.errors import (
+    EngineBusy,
+    EngineError,
+    EngineRefused,
+    EngineUnavailable,
+    StoreBehind,
+    StoreError,
+    StoreUnavailable,
+)
 from chat_server.placing import NoEngine, Placer
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
@@ -55,7 +63,7 @@ class Turn:
     ``response`` may have text already, from another replica: the answer goes on from there. ``attempts`` were made
     since the last new text. ``on_migrate`` is told why, each time that another engine is to go on, before its text
     comes; it must not raise. ``restore`` is asked when the store does not know the response at its end: whether it was
-    lost there, and is there again.
+    lost there, and is there again. ``known`` gives the version of the session that the store must have at least.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class Turn:
         attempts: int = 0,
         on_migrate: Callable[[str], Awaitable[None]] | None = None,
         restore: Callable[[], Awaitable[bool]] | None = None,
+        known: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         self.session_id = session_id
         self.principal = principal
@@ -81,6 +90,7 @@ class Turn:
         self.attempts = attempts
         self.on_migrate = on_migrate
         self.restore = restore
+        self.known = known
         #: the engine goes on with text that it did not write.
         self.goes_on = False
         #: somebody wants it stopped; the cut may not be known yet: the end is told it.
@@ -375,16 +385,7 @@ class Conductor:
             try:
                 async with lock:
                     rest, outcome = ending()
-                    reply = await self._store.end(
-                        turn.session_id,
-                        response.id,
-                        turn.writer.token,
-                        _item(response, rest, outcome),
-                        rest_offset=response.length,
-                        rest=rest,
-                        outcome=outcome,
-                        cut=turn.cut.length if turn.cut else None,
-                    )
+                    reply = await self._store_end(turn, rest, outcome)
                     if isinstance(reply, Cut):  # it was wished before the end was stored
                         turn.stop(reply)
                         turn.cut = reply
@@ -402,6 +403,23 @@ class Conductor:
                     return
                 response.waiting_for_store = True
                 await asyncio.sleep(_END_RETRY_S)
+
+    async def _store_end(self, turn: Turn, rest: str, outcome: Outcome) -> bytes | Cut | Literal["refused", "missing"]:
+        response = turn.response
+        try:
+            return await self._store.end(
+                turn.session_id,
+                response.id,
+                turn.writer.token,
+                _item(response, rest, outcome),
+                rest_offset=response.length,
+                rest=rest,
+                outcome=outcome,
+                cut=turn.cut.length if turn.cut else None,
+                known=await turn.known() if turn.known is not None else -1,
+            )
+        except StoreBehind:
+            return "missing"  # of the session, if not of the response
 
 
 def _item(response: Response, rest: str, outcome: Outcome) -> Item:

@@ -99,10 +99,6 @@ class SessionDeleted(Change, frozen=True, kw_only=True, tag="gone"):
     """The session is no more."""
 
 
-class SessionRestored(Change, frozen=True, kw_only=True, tag="restored"):
-    """The store had lost changes, and the owner of the answer wrote the session again as it was at ``before``."""
-
-
 AnyChange = (
     ItemPut
     | ItemGone
@@ -112,7 +108,6 @@ AnyChange = (
     | ResponseMoved
     | ResponseEnded
     | SessionDeleted
-    | SessionRestored
 )
 
 

@@ -149,11 +149,8 @@ class Store:
         found = await self._server.run_many(*(("HGET", keys.session_keys(id)[0], "version") for id in session_ids))
         return [-1 if version is None else int(version) for version in found]
 
-    async def restore(self, session_id: str, snapshot: Snapshot) -> bytes | None:
-        """Write a session again that the store lost; the message, or None if it holds something newer.
-
-        A session that was deleted does not come back either.
-        """
+    async def restore(self, session_id: str, snapshot: Snapshot) -> bool:
+        """Write a session again that the store lost; False if it holds that or something newer, or it was deleted."""
         fields = {
             "tenant": snapshot.owner.tenant,
             "user": snapshot.owner.user,
@@ -172,7 +169,12 @@ class Store:
             *(value for pairs in lists for value in (len(pairs) * 2, *(x for pair in pairs.items() for x in pair))),
             snapshot.text.encode(),
         )
-        return bytes(reply[1]) if reply[0] == b"ok" else None
+        return bool(reply[0] == b"ok")
+
+    async def holds(self, session_id: str, token: str) -> bool:
+        """Whether the session's running response is that of this token."""
+        held = await self._server.run("HGET", keys.session_keys(session_id)[3], "token")
+        return bool(held == token.encode())
 
     async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
         """Delete a session and all that is in it; the message, or None if it is gone already."""
@@ -378,10 +380,12 @@ class Store:
         rest: str,
         outcome: Outcome,
         cut: int | None = None,
+        known: int = -1,
     ) -> bytes | Cut | Literal["refused", "missing"]:
         """End a response: item, response, text, binding and version change in one step. The message, or why not.
 
         ``cut`` is the wish to stop that is carried out; while there is another one, nothing is written: it comes back.
+        Raises StoreBehind.
         """
         in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
         expected = outcome.usage.total_tokens if outcome.usage else 0
@@ -399,6 +403,7 @@ class Store:
             messages.end_body(response_id, rest_offset, rest, outcome),
             int(outcome.keeps_item),
             "" if cut is None else cut,
+            known,
         )
         if reply[0] == b"ok":
             return bytes(reply[1])
@@ -406,13 +411,13 @@ class Store:
             return Cut(int(reply[1]))
         return "refused" if reply[0] == b"refused" else "missing"
 
-    async def cancel(self, session_id: str, response_id: str, cut: int) -> Cut | bytes | None:
+    async def cancel(self, session_id: str, response_id: str, cut: int, *, known: int = -1) -> Cut | bytes | None:
         """Wish a running response stopped, and its text cut to ``cut`` code points; None if it does not run.
 
         The first wish counts: it is what comes back. The owner carries it out, whoever that is by then. A queued one
-        has nobody at work: it ends at once, and the message comes back.
+        has nobody at work: it ends at once, and the message comes back. Raises StoreBehind.
         """
-        reply = await self._call(session_id, "cancel", *self._ttls, self.replica_id, response_id, cut)
+        reply = await self._call(session_id, "cancel", *self._ttls, self.replica_id, response_id, cut, known)
         match reply[0]:
             case b"wished":
                 return Cut(int(reply[1]))
@@ -438,14 +443,24 @@ class Store:
             items=_items(reply[6]),
         )
 
-    async def note_attempt(self, session_id: str, token: str, attempts: int, length: int, reason: str) -> bytes | None:
-        """Another attempt of the owner, the text being ``length`` code points long; None if it is not the owner."""
-        reply = await self._call(session_id, "attempt", *self._ttls, self.replica_id, token, attempts, length, reason)
+    async def note_attempt(
+        self, session_id: str, token: str, attempts: int, length: int, reason: str, *, known: int = -1
+    ) -> bytes | None:
+        """Another attempt of the owner, the text being ``length`` code points long; None if it is not the owner.
+
+        Raises StoreBehind.
+        """
+        reply = await self._call(
+            session_id, "attempt", *self._ttls, self.replica_id, token, attempts, length, reason, known
+        )
         return bytes(reply[1]) if reply[0] == b"ok" else None
 
-    async def hand_over(self, session_id: str, token: str, new_token: str) -> bytes | None:
-        """Leave a response to whoever takes it over with ``new_token``; None if it is not ours (any more)."""
-        reply = await self._call(session_id, "hand_over", *self._ttls, self.replica_id, token, new_token)
+    async def hand_over(self, session_id: str, token: str, new_token: str, *, known: int = -1) -> bytes | None:
+        """Leave a response to whoever takes it over with ``new_token``; None if it is not ours (any more).
+
+        Raises StoreBehind.
+        """
+        reply = await self._call(session_id, "hand_over", *self._ttls, self.replica_id, token, new_token, known)
         return bytes(reply[1]) if reply[0] == b"ok" else None
 
     # --- running answers, over all sessions

@@ -12,6 +12,7 @@ import redis.asyncio
 
 from chat_server.engine.simulated import answer_for
 from chat_server.store import keys
+from tests.support.copies import Copies, copies_of
 from tests.support.server import QUICK, RunningServer, two_replicas
 from tests.support.ws import WsClient
 
@@ -30,43 +31,15 @@ async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[li
         yield replicas
 
 
-class Copies:
-    """Takes copies of a session's keys, and puts them back: what a store does that lost its last second."""
-
-    def __init__(self, server: RunningServer, session_id: str) -> None:
-        self._raw = redis.asyncio.Redis.from_url(server.redis_url)
-        self._keys = keys.session_keys(session_id)
-
-    async def take(self) -> dict[str, bytes | None]:
-        async with self._raw.pipeline(transaction=True) as pipe:
-            for key in self._keys:
-                pipe.dump(key)
-            return dict(zip(self._keys, await pipe.execute(), strict=True))
-
-    async def put_back(self, copy: dict[str, bytes | None]) -> None:
-        async with self._raw.pipeline(transaction=True) as pipe:
-            pipe.delete(*self._keys)
-            for key, value in copy.items():
-                if value is not None:
-                    pipe.restore(key, 100_000, value)
-            await pipe.execute()
-
-    async def close(self) -> None:
-        await self._raw.aclose()
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def tabs(replicas: list[RunningServer]) -> AsyncIterator[tuple[WsClient, WsClient, Copies]]:
     """Two connections on two replicas; the first one's makes the answers."""
     async with (
         replicas[0].connect(extensions=1) as one,
         replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+        copies_of(replicas[0].redis_url, one.session["id"]) as copies,
     ):
-        copies = Copies(replicas[0], one.session["id"])
-        try:
-            yield one, two, copies
-        finally:
-            await copies.close()
+        yield one, two, copies
 
 
 async def whole(client: WsClient) -> None:

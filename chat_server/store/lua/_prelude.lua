@@ -42,7 +42,8 @@ end
 
 -- Whether the store lost changes that the caller knows of: its version is older. A write on top of that would hide it.
 local function is_behind(keys, known)
-  return tonumber(redis.call('HGET', keys[SESSION], 'version')) < tonumber(known)
+  local version = redis.call('HGET', keys[SESSION], 'version')
+  return version and tonumber(version) < tonumber(known)
 end
 
 -- Pass a message (in parts, joined only if somebody hears it) to every other replica that watches the session.

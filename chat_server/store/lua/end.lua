@@ -1,10 +1,11 @@
 -- The end of a response, in one step: item, response, text, binding's tokens and version; the queued one starts.
 -- ARGV: session id, ttl ms, empty ttl ms, replica, response id, token, item id, item JSON, in reply to ('' for none),
 -- tokens to expect in the engine's cache, body of the message, '1' if the item stays (else its place is given up), the
--- cut that is carried out ('' for none).
+-- cut that is carried out ('' for none), the version that the caller knows.
 -- It writes nothing while there is a wish to stop that it does not carry out.
 register('finish', function(keys, args)
   local replica, response_id, token, item_id = args[4], args[5], args[6], args[7]
+  if is_behind(keys, args[14]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'cancel')
   if held[1] ~= response_id or held[2] ~= token then
     -- Told twice, it answers as the first time.
@@ -36,8 +37,10 @@ register('answer', function(keys, args)
 end)
 
 -- Wish the running response stopped, with its text cut; a queued one is at its end at once.
--- ARGV: session id, ttl ms, empty ttl ms, replica, response id, cut. Returns the cut that counts, or the message.
+-- ARGV: session id, ttl ms, empty ttl ms, replica, response id, cut, the version that the caller knows. Returns the cut that
+-- counts, or the message.
 register('cancel', function(keys, args)
+  if is_behind(keys, args[7]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'q_id')
   if held[1] == args[5] then return {'wished', wish(keys, args[1], args[4], args[6])} end
   if held[2] ~= args[5] then return {'none'} end

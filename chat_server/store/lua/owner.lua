@@ -39,8 +39,9 @@ register('take_over', function(keys, args)
 end)
 
 -- Another attempt of the same owner, on another engine. ARGV: session id, ttl ms, empty ttl ms, replica, token, attempts
--- without new text so far, length of the text, reason.
+-- without new text so far, length of the text, reason, the version that the caller knows.
 register('attempt', function(keys, args)
+  if is_behind(keys, args[9]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token')
   if held[2] ~= args[5] then return {'refused'} end
   redis.call('HSET', keys[RESPONSE], 'attempts', args[6], 'attempt_at', args[7])
@@ -49,8 +50,10 @@ register('attempt', function(keys, args)
   return {'ok', message}
 end)
 
--- Leave a response to whoever takes it. ARGV: session id, ttl ms, empty ttl ms, replica, token, new token (nobody's).
+-- Leave a response to whoever takes it. ARGV: session id, ttl ms, empty ttl ms, replica, token, new token (nobody's), the
+-- version that the caller knows.
 register('hand_over', function(keys, args)
+  if is_behind(keys, args[7]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message')
   if held[2] == args[6] then return {'ok', held[3]} end
   if held[2] ~= args[5] then return {'refused'} end

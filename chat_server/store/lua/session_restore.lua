@@ -1,5 +1,6 @@
 -- Write a session again that the store lost, or of which it lost the last changes: as the owner of its answer knows it,
--- if that is newer than what is here, and it was not deleted.
+-- if that is newer than what is here, and it was not deleted. Its version is that of what was lost: so whoever knows
+-- more of that can write it over this, and whoever knows the same has missed nothing.
 -- ARGV: session id, ttl ms, empty ttl ms, replica, version that the owner knows, then four lists, each behind the number
 -- of its values: fields of the session, ids and items in their order, what answers what (as in `replies`), fields of the
 -- running response; its text.
@@ -22,7 +23,6 @@ register('session_restore', function(keys, args)
   each_pair(function(item_id, reply) redis.call('HSET', keys[REPLIES], item_id, reply) end)
   each_pair(function(field, value) redis.call('HSET', keys[RESPONSE], field, value) end)
   if args[at] ~= '' then redis.call('SET', keys[TEXT], args[at]) end
-  local message = change(keys, args[4], args[1], 'restored', '"lost":true')
   touch(keys, args[2], args[3])
-  return {'ok', message}
+  return {'ok'}
 end)

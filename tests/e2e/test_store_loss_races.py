@@ -1,0 +1,195 @@
+"""The store forgets more than one thing, or while it is away: nobody's newer knowledge is written over by an older one.
+
+Who looks first at what was lost is a matter of chance; here the tests say when each replica looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_server import answers
+from chat_server.answers import Answers
+from chat_server.engine.simulated import answer_for
+from chat_server.settings import Secret
+from chat_server.store.embedded import EmbeddedValkey
+from tests.support.copies import copies_of
+from tests.support.proxy import proxy_to
+from tests.support.server import QUICK, RunningServer, running_server, two_replicas
+from tests.support.ws import WsClient
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
+
+DELTA = "response.output_text.delta"
+LONG = "Tell me more, in 150 words."
+WHOLE = answer_for([{"role": "user", "content": LONG}])
+SLOW = replace(QUICK, tokens_per_s=150.0)
+
+Looks = Callable[[int], Awaitable[None]]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """No replica looks by itself whether the store lost something; ``looks(0)`` makes the first one do it."""
+    found: list[Answers] = []
+    check = Answers.check_kept
+
+    async def noted(self: Answers) -> None:
+        if self not in found:
+            found.append(self)
+
+    async def look(number: int) -> None:
+        await check(found[number])
+
+    monkeypatch.setattr(Answers, "check_kept", noted)
+    return look
+
+
+async def start(client: WsClient, deltas: int, **fields: Any) -> None:
+    await client.say(LONG)
+    await client.send("response.create", **fields)
+    for _ in range(deltas):
+        await client.until(DELTA)
+
+
+async def done(client: WsClient) -> dict[str, Any]:
+    response = (await client.until("response.done"))["response"]
+    assert response["status"] == "completed", response
+    return response  # type: ignore[no-any-return]
+
+
+async def history(server: RunningServer, client: WsClient) -> list[str]:
+    """The texts of the conversation as somebody finds it who comes later; nothing runs."""
+    async with server.connect(session_id=client.session["id"], history="all") as later:
+        created = later.events[0]
+        assert created["active_response"] is None
+        items = [(await later.until("conversation.item.done"))["item"] for _ in range(created["item_count"])]
+    return [item["content"][0]["text"] for item in items]
+
+
+async def test_an_end_that_was_lost_while_the_store_was_away_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fail-over may take longer than an end is kept while all is well: the answer is not made a second time."""
+    monkeypatch.setattr(answers, "_KEEP_ENDED_S", 0.5)
+    valkey = EmbeddedValkey(tmp_path)
+    try:
+        url = await valkey.start()
+        async with (
+            proxy_to(url) as proxy,
+            running_server(tmp_path, simulated=SLOW, redis_url=Secret(proxy.url)) as server,
+            server.connect(extensions=1) as client,
+            copies_of(url, client.session["id"]) as copies,
+        ):
+            await start(client, 10)
+            copy = await copies.take()
+            await done(client)
+            proxy.closed = True
+            proxy.cut()
+            await copies.put_back(copy)
+            await asyncio.sleep(1.5)
+            proxy.closed = False
+            await asyncio.sleep(1.5)
+            assert await history(server, client) == [LONG, WHOLE]
+            assert (await client.turn("And then? In 5 words.")).response["status"] == "completed"
+            assert client.types.count("response.done") == 2
+            assert sum(engine.engine.counters.finished for engine in server.engines) == 2
+    finally:
+        await valkey.stop()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_who_knows_more_has_the_last_word(tmp_path: Path, looks: Looks, order: tuple[int, int]) -> None:
+    """One replica knows the end of an answer that was lost, the other one the next answer, which it makes."""
+    async with (
+        two_replicas(tmp_path, simulated=SLOW) as (first, second),
+        first.connect(extensions=1) as one,
+        second.connect(session_id=one.session["id"], extensions=1) as two,
+        copies_of(first.redis_url, one.session["id"]) as copies,
+    ):
+        await start(one, 10)
+        copy = await copies.take()
+        await done(one)
+        await done(two)
+        await start(two, 10)
+        await copies.put_back(copy)
+        for number in order:
+            await looks(number)
+        await done(two)
+        assert (await history(first, one))[:3] == [LONG, WHOLE, LONG]
+        assert len(await history(second, one)) == 4
+
+
+async def test_an_end_does_not_hide_what_was_lost_before_it(tmp_path: Path, looks: Looks) -> None:
+    """The queued answer, which its asker was told of, is made when the running one has ended."""
+    async with (
+        two_replicas(tmp_path, simulated=SLOW) as (first, second),
+        first.connect(extensions=1) as one,
+        second.connect(session_id=one.session["id"], extensions=1) as two,
+        copies_of(first.redis_url, one.session["id"]) as copies,
+    ):
+        await start(one, 10)
+        copy = await copies.take()
+        await start(one, 0, if_active="queue")
+        await one.until("response.queued")
+        await copies.put_back(copy)
+        for client in (one, two):
+            await done(client)
+            await done(client)
+        assert [len(text) > 0 for text in await history(second, one)] == [True] * 4
+
+
+async def test_what_was_queued_can_be_cancelled_though_the_store_lost_it(tmp_path: Path, looks: Looks) -> None:
+    """Neither its end nor that of the other one is lost."""
+    async with (
+        two_replicas(tmp_path, simulated=SLOW) as (first, _),
+        first.connect(extensions=1) as client,
+        copies_of(first.redis_url, client.session["id"]) as copies,
+    ):
+        await start(client, 10)
+        copy = await copies.take()
+        await start(client, 0, if_active="queue")
+        queued = (await client.until("response.queued"))["response_id"]
+        await copies.put_back(copy)
+        await client.send("response.cancel", response_id=queued)
+        ended = (await client.until("response.done"))["response"]
+        assert (ended["id"], ended["status"]) == (queued, "cancelled")
+        await done(client)
+
+
+async def test_what_was_said_where_the_maker_did_not_listen_stays(tmp_path: Path, looks: Looks) -> None:
+    """Its reader moved to another replica and went on there; the store loses the end only."""
+    async with two_replicas(tmp_path, simulated=SLOW) as (first, second):
+        async with first.connect(extensions=1) as one:
+            await start(one, 10)
+        async with (
+            second.connect(session_id=one.session["id"], extensions=1) as two,
+            copies_of(first.redis_url, one.session["id"]) as copies,
+        ):
+            await two.say("By the way.")
+            copy = await copies.take()
+            await done(two)
+            await copies.put_back(copy)
+            await looks(0)
+            assert await history(second, one) == [LONG, WHOLE, "By the way."]
+
+
+async def test_nobody_reads_what_the_store_lost_over_what_is_made(tmp_path: Path, looks: Looks) -> None:
+    """Who comes back to an answer that the store lost waits until its maker has written it again."""
+    async with two_replicas(tmp_path, simulated=SLOW) as (first, _):
+        async with first.connect(extensions=1) as one:
+            async with copies_of(first.redis_url, one.session["id"]) as copies:
+                copy = await copies.take()
+                await start(one, 10)
+            await asyncio.sleep(0)
+        async with copies_of(first.redis_url, one.session["id"]) as copies:
+            await copies.put_back(copy)
+        await asyncio.sleep(0.3)  # a commit finds out, and writes again
+        async with first.connect(session_id=one.session["id"], extensions=1) as again:
+            response = await done(again)
+            assert again.texts[response["output"][0]["id"]] == WHOLE
