@@ -120,8 +120,6 @@ class Realtime:
             connection.close(close_codes.OVERLOADED, "the store is away")
         except ClientError as error:  # the session went while we joined it
             connection.close(close_codes.POLICY, error.message[:120])
-        except asyncio.CancelledError:
-            raise
         except Exception:
             log.exception("Session %s: a connection failed", live.id)
             connection.close(close_codes.FAULT, "fault in the server")
