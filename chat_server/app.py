@@ -159,6 +159,7 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
         ttl_s=settings.session_ttl_s,
         empty_ttl_s=settings.empty_session_ttl_s,
         max_items=settings.limits.max_items,
+        max_session_bytes=settings.limits.max_session_bytes,
         wait_replicas=settings.redis_wait_replicas,
     )
     try:

@@ -79,6 +79,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     "max_connections_per_user": ("COUNT", "Open sockets of one user, on each worker."),
     "max_sessions_per_user": ("COUNT", "Stored sessions of one user."),
     "max_items": ("COUNT", "Messages of one session."),
+    "max_session_bytes": ("BYTES", "Size of one session's messages, as they are stored."),
     "socket_buffer_bytes": ("BYTES", "What may wait for one socket, before its deltas grow longer instead."),
     "send_timeout_s": ("SECONDS", "Time in which a reader must take some of what waits; then it is dropped (1013)."),
 }

@@ -100,8 +100,8 @@ class Commands:
                     raise ClientError("item_id_conflict", message, param="item.id")
                 case "no_previous":
                     raise _no_item(event.previous_item_id, "previous_item_id")
-                case "full":
-                    raise _full(self._limits.max_items)
+                case "full" | "too_large":
+                    raise _full(self._limits, added.kind)
 
     async def retrieve_item(self, live: LiveSession, connection: Caller, item_id: str) -> None:
         """Tell a connection an item as it is stored. Raises ClientError."""
@@ -204,8 +204,8 @@ class Commands:
                     await self._tell_again(live, connection, reply)
                 case "no_item":
                     raise _no_item(event.in_reply_to, "in_reply_to")
-                case "full":
-                    raise _full(self._limits.max_items)
+                case "full" | "too_large":
+                    raise _full(self._limits, reply.kind)
 
     def _begun(
         self, live: LiveSession, event: ResponseCreate, params: ResponseParams, asked: list[Item] | UnsetType
@@ -333,8 +333,12 @@ def _in_progress(param: str = "item_id") -> ClientError:
     return ClientError("item_in_progress", message, param=param)
 
 
-def _full(most: int) -> ClientError:
-    return ClientError("too_many_items", f"The conversation has {most} items, which is the limit. Start a new one.")
+def _full(limits: Limits, kind: str) -> ClientError:
+    if kind == "full":
+        most = f"The conversation has {limits.max_items} items"
+        return ClientError("too_many_items", f"{most}, which is the limit. Start a new one.")
+    most = f"With this the conversation would be larger than {limits.max_session_bytes} bytes"
+    return ClientError("session_too_large", f"{most}, which is the limit. Start a new one.")
 
 
 def _not_active() -> ClientError:

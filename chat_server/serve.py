@@ -102,7 +102,12 @@ async def forget_replicas(settings: Settings, url: str) -> None:
 
     limits = settings.limits
     store = Store(
-        url, "", ttl_s=settings.session_ttl_s, empty_ttl_s=settings.empty_session_ttl_s, max_items=limits.max_items
+        url,
+        "",
+        ttl_s=settings.session_ttl_s,
+        empty_ttl_s=settings.empty_session_ttl_s,
+        max_items=limits.max_items,
+        max_session_bytes=limits.max_session_bytes,
     )
     try:
         with contextlib.suppress(StoreUnavailable):

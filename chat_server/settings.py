@@ -79,6 +79,8 @@ class Limits:
     max_sessions_per_user: int = 10_000
     #: items of one session; above it ``conversation.item.create`` is an error.
     max_items: int = 10_000
+    #: bytes of one session's items as they are stored (each turn reads them all); above it that is an error too.
+    max_session_bytes: int = 8 << 20
     #: bytes that wait for one socket, here and in the kernel, before its views stop advancing.
     socket_buffer_bytes: int = 64 << 10
     #: seconds in which a socket must take something of what waits for it; then it is closed (1013) and dropped.

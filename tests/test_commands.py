@@ -18,7 +18,7 @@ from tests.support.ws import WsClient
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = "Tell me more, in 300 words."
-LIMITS = Limits(max_items=6, max_message_bytes=1000)
+LIMITS = Limits(max_items=6, max_message_bytes=1000, max_session_bytes=5000)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -150,6 +150,16 @@ async def test_a_message_has_a_bound(server: RunningServer) -> None:
         await client.send("conversation.item.create", item={**message(""), "content": [part, part, more]})
         assert (await client.error("string_above_max_length"))["param"] == "item.content"
         assert len(await items(server, client)) == 1
+
+
+async def test_a_conversation_has_a_bound_of_bytes(server: RunningServer) -> None:
+    """The message that is too much is refused, with the limit; the others stay."""
+    async with server.connect() as client:
+        for _ in range(4):
+            await client.say("x" * 1000)
+        await client.send("conversation.item.create", item=message("x" * 1000))
+        assert "5000 bytes" in (await client.error("session_too_large"))["message"]
+        assert len(await items(server, client)) == 4
 
 
 async def test_a_conversation_has_a_bound(server: RunningServer) -> None:

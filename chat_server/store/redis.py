@@ -59,6 +59,7 @@ class Store:
         ttl_s: int,
         empty_ttl_s: int,
         max_items: int,
+        max_session_bytes: int,
         max_connections: int = 64,
         wait_replicas: int = 0,
     ) -> None:
@@ -66,6 +67,7 @@ class Store:
         self._ttl = ttl_s * 1000
         self._empty_ttl = empty_ttl_s * 1000
         self._max_items = max_items
+        self._max_session_bytes = max_session_bytes
         self._server = Server(url, max_connections=max_connections, wait_replicas=wait_replicas)
 
     async def open(self) -> None:
@@ -209,6 +211,7 @@ class Store:
             encode_item(item),
             previous or "",
             known,
+            self._max_session_bytes,
         )
         match reply[0]:
             case b"gone":
@@ -322,6 +325,7 @@ class Store:
             encode_item(ended_item),
             messages.end_body(begun.id, 0, "", outcome),
             known,
+            self._max_session_bytes,
         )
         match reply[0]:
             case b"gone":

@@ -70,7 +70,7 @@ class Held:
 class Added:
     """What came of putting an item in. ``message`` for ``ok``, ``previous`` for ``duplicate``."""
 
-    kind: Literal["ok", "duplicate", "conflict", "full", "no_previous"]
+    kind: Literal["ok", "duplicate", "conflict", "full", "too_large", "no_previous"]
     message: bytes = b""
     previous: str | None = None
 
@@ -82,7 +82,7 @@ class BeginReply:
     All items and the session's binding come with ``ok``, the wish to stop the running one with ``queued``.
     """
 
-    kind: Literal["ok", "queued", "active", "duplicate", "ended", "no_item", "full"]
+    kind: Literal["ok", "queued", "active", "duplicate", "ended", "no_item", "full", "too_large"]
     messages: tuple[bytes, ...] = ()
     items: tuple[Item, ...] = ()
     binding: Binding | None = None

@@ -61,7 +61,9 @@ class _Store(Store):
     """The real one, on the model's server."""
 
     def __init__(self, server: ModelServer, replica_id: str) -> None:
-        super().__init__("unix:///nowhere", replica_id, ttl_s=10**6, empty_ttl_s=10**6, max_items=10_000)
+        super().__init__(
+            "unix:///nowhere", replica_id, ttl_s=10**6, empty_ttl_s=10**6, max_items=10_000, max_session_bytes=1 << 30
+        )
         self._server = server
 
 

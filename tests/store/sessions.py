@@ -39,7 +39,7 @@ TEXTS = [
 
 def store_at(url: str, replica_id: str | None = None, **how: Any) -> Store:
     """A store as one replica sees it."""
-    settings = {"ttl_s": TTL_S, "empty_ttl_s": EMPTY_TTL_S, "max_items": MAX_ITEMS, **how}
+    settings = {"ttl_s": TTL_S, "empty_ttl_s": EMPTY_TTL_S, "max_items": MAX_ITEMS, "max_session_bytes": 1 << 30, **how}
     return Store(url, replica_id or new_id("replica"), **settings)
 
 

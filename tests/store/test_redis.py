@@ -223,6 +223,49 @@ async def test_a_conversation_has_so_many_items(store: Store) -> None:
     assert (await begin(store, session_id))[1].kind == "ok"
 
 
+async def test_a_conversation_has_so_many_bytes(stores: Callable[..., Store]) -> None:
+    """Above the bound neither an item nor an answer is taken; what is deleted makes room."""
+    store = stores(max_session_bytes=1000)
+    session_id = await new_session(store)
+    large = item("x" * 600)
+    await add(store, session_id, large)
+    reply = await store.add_item(session_id, item("y" * 400), None)
+    assert reply is not None
+    assert reply.kind == "too_large"
+    await add(store, session_id, item("z" * 50))
+    assert (await begin(store, session_id))[1].kind == "too_large"
+    await store.delete_item(session_id, large)
+    assert (await begin(store, session_id))[1].kind == "ok"
+
+
+async def test_the_bytes_of_a_conversation_are_those_of_its_items(store: Store, raw: redis.asyncio.Redis) -> None:
+    """Whatever became of them: put in, answered, cut, taken out, written again, or given up."""
+    session_id = await new_session(store)
+    session, items, *_ = keys.session_keys(session_id)
+
+    async def counted() -> int:
+        held = sum(len(value) for value in await raw.hvals(items))
+        assert await raw.hget(session, "bytes") == str(held).encode()
+        return held
+
+    one, two = item("Grüezi"), item("Hello")
+    await add(store, session_id, one, two)
+    alone = await counted()
+    begun, _ = await begin(store, session_id)
+    assert await counted() > alone
+    await end(store, session_id, begun, "An answer.")
+    answered = await counted()
+    shorter = item("Grüez", one.id)
+    await store.truncate_item(session_id, one, shorter, 5)
+    assert await counted() == answered - 1
+    await store.delete_item(session_id, two)
+    assert await counted() < answered
+    begun, _ = await begin(store, session_id, token="token_2")
+    before = await counted()
+    await end(store, session_id, begun, "", token="token_2", keep=False)
+    assert await counted() < before
+
+
 async def test_a_deleted_item_is_gone_and_its_id_is_free(store: Store) -> None:
     """Told with its id; deleting it again is told to be nothing."""
     session_id = await new_session(store)

@@ -46,6 +46,25 @@ local function is_behind(keys, known)
   return version and tonumber(version) < tonumber(known)
 end
 
+-- Each turn reads the items whole, so their bytes are counted: `bytes` of the session.
+local function put_item(keys, id, json)
+  redis.call('HINCRBY', keys[SESSION], 'bytes', #json - redis.call('HSTRLEN', keys[ITEMS], id))
+  redis.call('HSET', keys[ITEMS], id, json)
+end
+
+local function remove_item(keys, id)
+  redis.call('HINCRBY', keys[SESSION], 'bytes', -redis.call('HSTRLEN', keys[ITEMS], id))
+  return redis.call('HDEL', keys[ITEMS], id)
+end
+
+-- Why the conversation takes no item more of this size, or nil.
+local function has_no_room(keys, json, most_items, most_bytes)
+  if redis.call('LLEN', keys[ORDER]) >= tonumber(most_items) then return 'full' end
+  local bytes = tonumber(redis.call('HGET', keys[SESSION], 'bytes') or '0')
+  if bytes + #json > tonumber(most_bytes) then return 'too_large' end
+  return nil
+end
+
 -- Pass a message (in parts, joined only if somebody hears it) to every other replica that watches the session.
 local function tell(keys, replica, ...)
   local watchers = redis.call('ZRANGE', keys[WATCHERS], 0, -1)
@@ -111,7 +130,7 @@ end
 local function give_up(keys, item_id, in_reply_to, ended_item)
   redis.call('LPUSH', keys[ENDED], ended_item)
   redis.call('LTRIM', keys[ENDED], 0, MOST_ENDED - 1)
-  redis.call('HDEL', keys[ITEMS], item_id)
+  remove_item(keys, item_id)
   redis.call('LREM', keys[ORDER], -1, item_id)
   if in_reply_to ~= '' then redis.call('HDEL', keys[REPLIES], in_reply_to) end
 end

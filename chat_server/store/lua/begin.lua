@@ -3,7 +3,8 @@
 -- ARGV: session id, ttl ms, empty ttl ms, replica, most items, response id, item id, in reply to ('' for none), token,
 -- item JSON (in progress), begun JSON, if another one runs ('reject', 'queue' or 'interrupt'), for 'interrupt' the one
 -- that runs by what the caller knows and its cut (another one keeps its text), and for the case that this one is
--- cancelled while it is queued: its item, and the body of the message; last the version that the caller knows.
+-- cancelled while it is queued: its item, and the body of the message; last the version that the caller knows, and the
+-- most bytes.
 -- All items come with the reply of a response that begins; its prompt is what stands before its own.
 register('begin', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
@@ -25,7 +26,8 @@ register('begin', function(keys, args)
   end
   if running[1] and mode == 'reject' and not running[4] then return {'active', running[1]} end
   if running[5] and mode ~= 'interrupt' then return {'active', running[5]} end
-  if redis.call('LLEN', keys[ORDER]) >= tonumber(args[5]) then return {'full'} end
+  local no_room = has_no_room(keys, args[10], args[5], args[18])
+  if no_room then return {no_room} end
 
   local messages, cut = {}, ''
   if running[1] and mode == 'interrupt' then
@@ -34,7 +36,7 @@ register('begin', function(keys, args)
   if running[5] then messages[1] = end_queued(keys, session_id, replica) end
   local previous = last_id(keys)
   redis.call('RPUSH', keys[ORDER], item_id)
-  redis.call('HSET', keys[ITEMS], item_id, args[10])
+  put_item(keys, item_id, args[10])
   if in_reply_to ~= '' then redis.call('HSET', keys[REPLIES], in_reply_to, response_id .. ' ' .. item_id) end
   local message = change(keys, replica, session_id, 'begin', '"previous":' .. quoted(previous) .. ',"token":' ..
     quoted(token) .. ',"queued":' .. (running[1] and 'true' or 'false') .. ',"begun":' .. args[11])

@@ -17,7 +17,7 @@ register('finish', function(keys, args)
   if args[12] ~= '1' then
     give_up(keys, item_id, args[9], args[8])
   else
-    redis.call('HSET', keys[ITEMS], item_id, args[8])
+    put_item(keys, item_id, args[8])
     redis.call('HSET', keys[REPLIES], '>' .. response_id, item_id)
   end
   local message = change(keys, replica, args[1], 'end', args[11] .. ',"next":' .. promote(keys, replica))

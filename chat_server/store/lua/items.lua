@@ -1,5 +1,5 @@
 -- Put an item into the conversation, once. ARGV: session id, ttl ms, empty ttl ms, replica, most items, item id,
--- item JSON, previous item id ('' for the end, 'root' for the start), version that the caller knows.
+-- item JSON, previous item id ('' for the end, 'root' for the start), version that the caller knows, most bytes.
 register('item_add', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
   if is_behind(keys, args[9]) then return {'behind'} end
@@ -7,7 +7,8 @@ register('item_add', function(keys, args)
   local there = redis.call('HGET', keys[ITEMS], id)
   if there == json then return {'duplicate', before_id(keys, id) or false} end
   if there then return {'conflict'} end
-  if redis.call('LLEN', keys[ORDER]) >= tonumber(args[5]) then return {'full'} end
+  local no_room = has_no_room(keys, json, args[5], args[10])
+  if no_room then return {no_room} end
   local previous = nil
   if after == '' then
     previous = last_id(keys)
@@ -18,7 +19,7 @@ register('item_add', function(keys, args)
     if redis.call('LINSERT', keys[ORDER], 'AFTER', after, id) <= 0 then return {'no_previous'} end
     previous = after
   end
-  redis.call('HSET', keys[ITEMS], id, json)
+  put_item(keys, id, json)
   local message = change(keys, args[4], args[1], 'item', '"previous":' .. quoted(previous) .. ',"item":' .. json)
   touch(keys, args[2], args[3])
   return {'ok', message}
@@ -39,7 +40,7 @@ register('item_replace', function(keys, args)
   local there = redis.call('HGET', keys[ITEMS], id)
   if not there then return {'gone'} end
   if there ~= args[6] then return {'stale'} end
-  redis.call('HSET', keys[ITEMS], id, args[7])
+  put_item(keys, id, args[7])
   local message = change(keys, args[4], args[1], 'truncated', args[8])
   touch(keys, args[2], args[3])
   return {'ok', message}
@@ -52,7 +53,7 @@ register('item_delete', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
   if is_behind(keys, args[8]) then return {'behind'} end
   if in_making(keys, id) then return {'busy'} end
-  if redis.call('HDEL', keys[ITEMS], id) == 0 then return {'gone'} end
+  if remove_item(keys, id) == 0 then return {'gone'} end
   local previous = before_id(keys, id)
   redis.call('LREM', keys[ORDER], 1, id)
   if args[6] ~= '' then

@@ -15,10 +15,10 @@ register('session_restore', function(keys, args)
     at = last + 1
   end
   each_pair(function(field, value) redis.call('HSET', keys[SESSION], field, value) end)
-  redis.call('HSET', keys[SESSION], 'version', args[5])
+  redis.call('HSET', keys[SESSION], 'version', args[5], 'bytes', 0)
   each_pair(function(id, json)
     redis.call('RPUSH', keys[ORDER], id)
-    redis.call('HSET', keys[ITEMS], id, json)
+    put_item(keys, id, json)
   end)
   each_pair(function(item_id, reply) redis.call('HSET', keys[REPLIES], item_id, reply) end)
   each_pair(function(field, value) redis.call('HSET', keys[RESPONSE], field, value) end)
