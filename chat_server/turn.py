@@ -340,7 +340,9 @@ class Conductor:
         try:
             return await self._client.count_tokens(engine.url, turn.response.begun.model, text, engine=engine.id)
         except EngineError as error:
-            log.warning("Engine %s did not count the tokens of an answer, so they are estimated: %s", engine.id, error)
+            # A refusal is in the engine's words, which may hold the text.
+            why = f"HTTP status {error.status}" if isinstance(error, EngineRefused) else error
+            log.warning("Engine %s did not count the tokens of an answer, so they are estimated: %s", engine.id, why)
             return context.estimated_tokens(text)
 
     def _request(self, turn: Turn, engine: Engine, text: str, written: int) -> ChatRequest:

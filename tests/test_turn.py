@@ -457,6 +457,19 @@ async def test_an_engine_that_does_not_count_keeps_no_answer_from_going_on() -> 
     assert script.requests[0][1].max_tokens == 20 - 3
 
 
+@pytest.mark.parametrize(("counts", "status"), [(False, 404), (True, 401)])
+async def test_the_words_of_a_refusal_are_in_no_log(
+    caplog: pytest.LogCaptureFixture, counts: bool, status: int
+) -> None:
+    """They may hold what somebody wrote: the log has the status."""
+    script = Script([EngineRefused("Once upon what?", status=status)] if counts else [" more"])
+    script.counts = counts
+    with caplog.at_level("DEBUG"):
+        await script.run(script.turn(stored="Once upon"))
+    assert "Once upon" not in caplog.text
+    assert f"status {status}" in caplog.text
+
+
 async def test_all_attempts_share_the_time_of_one_answer() -> None:
     """It does not begin anew with each engine."""
 

@@ -82,7 +82,7 @@ class Script:
 
     async def count_tokens(self, url: str, model: str, text: str, *, engine: str | None = None) -> int:
         if not self.counts:
-            raise EngineRefused("Not Found", engine=engine or url, status=404)
+            raise EngineRefused(f"What is {text!r}?", engine=engine or url, status=404)
         if self.client is not self:
             return await self.client.count_tokens(url, model, text, engine=engine)  # type: ignore[no-any-return]
         return len(text)
