@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from msgspec import UNSET
 
@@ -239,7 +237,8 @@ class Answers:
         known = {session_id: snapshot.version for session_id, (_, snapshot) in ended.items()}
         known |= {session_id: live.known for session_id, live in makes.items()}
         versions = await self._store.versions(list(known))
-        lost = {session_id for (session_id, knew), holds in zip(known.items(), versions, strict=True) if holds < knew}
+        held = dict(zip(known, versions, strict=True))
+        lost = {session_id for session_id, holds in held.items() if holds is not None and holds < known[session_id]}
         for live in makes.values():
             turn = live.turn
             if live.id in lost and turn is not None:
@@ -248,7 +247,8 @@ class Answers:
         for session_id, kept in ended.items():
             if session_id in lost and session_id not in makes:
                 await self._restore_as(session_id, kept[1])
-            if now - kept[0] > _KEEP_ENDED_S and self._ended.get(session_id) is kept:
+            old = now - kept[0] > _KEEP_ENDED_S and held[session_id] is not None
+            if old and self._ended.get(session_id) is kept:
                 del self._ended[session_id]
 
     # --- going on with what nobody makes any more
@@ -258,24 +258,30 @@ class Answers:
         if not self._hub.ready:
             return
         alive: dict[str, bool] = {}
-        for live in self._hub.sessions:
-            if live.response is not None and live.turn is None and live.loaded:
-                with _its_own_trouble(live.id):
-                    async with live.lock:
-                        await self._go_on(live, alive)
-        while self._hub.asked_for:
-            await self._visit(self._hub.asked_for.pop(), alive)
+
+        async def mind(session_id: str) -> None:
+            async with mirrored[session_id].lock:
+                await self._go_on(mirrored[session_id], alive)
+
+        async def visit(session_id: str) -> None:
+            await self._visit(session_id, alive)
+
+        loaded = [live for live in self._hub.sessions if live.loaded]
+        mirrored = {live.id: live for live in loaded if live.response is not None and live.turn is None}
+        await self._hub.each(mirrored, mind)
+        asked_for = list(self._hub.asked_for)
+        self._hub.asked_for.clear()  # one that can not be visited now is found below, later
+        await self._hub.each(asked_for, visit)
         if now - self._confirmed_at > _CONFIRM_S:
             self._confirmed_at = now
-            await self._store.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
             await self.check_kept()
+            await self._abandon_unwatched()
+            await self._store.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
         if now - self._looked_at > _LOOK_EVERYWHERE_S:
             # The first time all of them: their owners may be gone for longer than we are here.
             before = now_ms() - _UNCONFIRMED_MS if self._looked_at else now_ms()
             self._looked_at = now
-            for session_id in await self._store.unconfirmed(before, _MOST):
-                await self._visit(session_id, alive)
-            await self._abandon_unwatched()
+            await self._hub.each(await self._store.unconfirmed(before, _MOST), visit)
 
     async def _visit(self, session_id: str, alive: dict[str, bool]) -> None:
         """Look at a session that perhaps nobody here listens to."""
@@ -287,9 +293,8 @@ class Answers:
             await self._store.forget_running(session_id)
             return
         try:
-            with _its_own_trouble(session_id):
-                async with live.lock:
-                    await self._go_on(live, alive)
+            async with live.lock:
+                await self._go_on(live, alive)
             if live.response is None or not live.loaded:
                 await self._store.forget_running(session_id)
         finally:
@@ -353,14 +358,21 @@ class Answers:
         """Stop the answers of sessions that nobody has been connected to for too long; what is stored stays."""
         alone = [live for live in self._hub.sessions if live.turn is not None and not live.connections]
         since = await self._store.unwatched_ms([live.id for live in alone])
-        for live, unwatched in zip(alone, since, strict=True):
-            turn = live.turn
-            if turn is None or turn.stopped or unwatched < self._limits.resume_window_s * 1000:
-                continue
-            wish = await self._store.cancel(live.id, turn.response.id, _ALL)
+        window_ms = self._limits.resume_window_s * 1000
+        left_alone = {
+            live.id: live.turn
+            for live, unwatched in zip(alone, since, strict=True)
+            if live.turn is not None and unwatched is not None and unwatched >= window_ms
+        }
+
+        async def abandon(session_id: str) -> None:
+            turn = left_alone[session_id]
+            wish = None if turn.stopped else await self._store.cancel(session_id, turn.response.id, _ALL)
             if isinstance(wish, Cut):
-                log.info("Session %s: nobody came back for an answer; it is stopped", live.id)
+                log.info("Session %s: nobody came back for an answer; it is stopped", session_id)
                 turn.stop(wish)
+
+        await self._hub.each(left_alone, abandon)
 
     # --- leaving them to others
 
@@ -369,12 +381,17 @@ class Answers:
 
         One that nobody takes within a second is taken back, and handed over again.
         """
+
+        async def leave(session_id: str) -> None:
+            try:
+                await self._leave(lives[session_id])
+            except StoreUnavailable as error:
+                log.warning("Session %s: an answer could not be handed over: %s", session_id, error)
+                raise
+
         while running := [live for live in self._hub.sessions if live.turn is not None]:
-            for live in running:
-                try:
-                    await self._leave(live)
-                except StoreError as error:
-                    log.warning("Session %s: an answer could not be handed over: %s", live.id, error)
+            lives = {live.id: live for live in running}
+            await self._hub.each(lives, leave)
             await asyncio.sleep(_LOOK_S)
 
     async def _leave(self, live: LiveSession) -> None:
@@ -412,17 +429,6 @@ class Answers:
         except StoreBehind:
             pass
         return None
-
-
-@contextmanager
-def _its_own_trouble(session_id: str) -> Iterator[None]:
-    """What goes wrong with one session keeps no other one from being looked after; a store that is away does."""
-    try:
-        yield
-    except StoreUnavailable:
-        raise
-    except Exception:
-        log.exception("Session %s: its answer could not be looked after", session_id)
 
 
 def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:

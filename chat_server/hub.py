@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -296,13 +297,11 @@ class Hub:
         while True:
             try:
                 async with self._store.inbox() as inbox:
-                    if heard_before:  # nothing is known of what was said meanwhile
-                        if self.when_back is not None:
-                            await self.when_back()
-                        for live in self.sessions:
-                            await self._compare(live)
-                    heard_before = self._listening = True
+                    self._listening = True
                     self._note_ready()
+                    if heard_before:
+                        await self._look_back()
+                    heard_before = True
                     async for raw in inbox:
                         self._hear(raw)
             except StoreError as error:
@@ -311,6 +310,30 @@ class Hub:
             finally:
                 self._listening = False
             await asyncio.sleep(_RETRY_S)
+
+    async def _look_back(self) -> None:
+        """Nothing is known of what others told for a while: all sessions are compared with the store."""
+        for live in self.sessions:
+            live.doubted = True  # those that can not be compared now are so later
+        if self.when_back is not None:
+            try:
+                await self.when_back()
+            except StoreError as error:
+                log.debug("%s", error)
+        await self._compare_doubted()
+
+    async def _compare_doubted(self) -> None:
+        async def compare(session_id: str) -> None:
+            live = doubted[session_id]
+            live.doubted = False
+            try:
+                await self._compare(live)
+            except StoreUnavailable:
+                live.doubted = True
+                raise
+
+        doubted = {live.id: live for live in self.sessions if live.doubted}
+        await self.each(doubted, compare)
 
     async def _compare(self, live: LiveSession) -> None:
         """Watch a session again; drop it if it is not as we know it."""
@@ -359,15 +382,9 @@ class Hub:
                 for live in self.sessions:
                     live.close_connections(close_codes.OVERLOADED, "the store is away")
             return
-        for live in self.sessions:
-            if live.doubted:
-                live.doubted = False
-                try:
-                    await self._compare(live)
-                except StoreError:
-                    live.doubted = True
-                    raise
-        await self._ask([live for live in self.sessions if live.watched and live.loaded and _is_due(live, now)])
+        await self._compare_doubted()
+        due = [live for live in self.sessions if live.watched and live.loaded and _is_due(live, now)]
+        await self._ask(due)
 
     async def _ask(self, sessions: list[LiveSession]) -> None:
         """Ask for the state of many sessions at once; one that is still another one at the next look is compared.
@@ -378,12 +395,39 @@ class Hub:
         held = await self._store.renew_watch([live.id for live in sessions])
         for live, knew, holds in zip(sessions, known, held, strict=True):
             live.asked_at = time.monotonic()
+            if holds is None:
+                continue
             # At the first look a difference may be a message that is on its way.
             if live.behind is not None and (_known(live) < live.behind or holds < knew):
                 live.doubted = True
             live.behind = holds if holds != knew else None
 
     # --- what goes on by itself
+
+    async def each(self, session_ids: Iterable[str], work: Callable[[str], Awaitable[None]]) -> None:
+        """Do something for each session in turn: the trouble of one keeps it from no other.
+
+        Side by side for those on different servers of the store: when one is away, the rest of its sessions are left.
+        What is known of a session with a trouble of its own can not be used: its clients come back and get what is.
+        """
+        shards: defaultdict[str, list[str]] = defaultdict(list)
+        for session_id in session_ids:
+            shards[self._store.shard(session_id)].append(session_id)
+
+        async def go_through(session_ids: list[str]) -> None:
+            for session_id in session_ids:
+                try:
+                    await work(session_id)
+                except StoreUnavailable as error:
+                    log.debug("%s", error)
+                    return
+                except Exception:
+                    log.exception("Session %s: it could not be looked after", session_id)
+                    live = self._sessions.get(session_id)
+                    if live is not None:
+                        self.drop(live)
+
+        await asyncio.gather(*(go_through(part) for part in shards.values()))
 
     async def run(self) -> None:
         """Lease, inbox, ticks, and the tasks given to ``spawn``, until cancelled."""

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis.asyncio
 
+from chat_server import answers as answers_module
+from chat_server import hub as hub_module
 from chat_server.answers import Answers
 from chat_server.engine.simulated import Fault, answer_for
+from chat_server.hub import Hub
 from chat_server.live import LiveSession
 from chat_server.settings import Limits
+from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
+from tests.hubs import AWAY, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
+from tests.turns import Script
 
 pytestmark = pytest.mark.server
 
@@ -184,3 +192,103 @@ async def test_a_request_that_kills_what_it_touches_ends(tmp_path: Path, all_ans
         response = await done(client)
         assert response["status"] == "failed"
         assert response["output"] == []
+
+
+# --- sessions in trouble, and servers of the store that are away
+
+
+class PlayedCommitter:
+    """Notes what it is asked for; of ``stuck`` sessions commits are under way for ever."""
+
+    def __init__(self) -> None:
+        self.stuck: set[str] = set()
+        self.lost: list[Writer] = []
+
+    async def settle(self, writer: Writer) -> None:
+        while writer.session_id in self.stuck:
+            await asyncio.sleep(0.001)
+
+    async def store_rest(self, writer: Writer) -> bool:
+        return True
+
+    def lose(self, writer: Writer) -> None:
+        self.lost.append(writer)
+
+
+def answers_of(hub: Hub, store: PlayedStore, committer: PlayedCommitter) -> Answers:
+    parts = cast("Any", {"store": store, "committer": committer, "conductor": None})
+    return Answers(hub=hub, limits=Limits(), **parts)
+
+
+@asynccontextmanager
+async def looking(store: PlayedStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
+    """A hub, and answers that look after what they find, at once and all the time."""
+    monkeypatch.setattr(hub_module, "_TICK_S", 0.002)
+    monkeypatch.setattr(answers_module, "_LOOK_S", 0.002)
+    monkeypatch.setattr(answers_module, "_CONFIRM_S", 0.0)
+    monkeypatch.setattr(answers_module, "_LOOK_EVERYWHERE_S", 0.0)
+    async with running_hub(store) as hub:
+        task = asyncio.create_task(answers_of(hub, store, PlayedCommitter()).run())
+        try:
+            yield hub
+            assert not task.done(), "it goes on, whatever happens"
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+ALL = ("a1", "a2", "b1", "c1", "c2")
+
+
+@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_server_of_the_store_that_is_away_keeps_none_of_the_others_from_being_taken_over(
+    monkeypatch: pytest.MonkeyPatch, connected: bool, silent: bool
+) -> None:
+    """Whether it refuses or is silent; what lies on it is taken over when it is back."""
+    store = PlayedStore()
+    store.orphans = [] if connected else list(ALL)
+    async with looking(store, monkeypatch) as hub:
+        if connected:
+            for session_id in ALL:
+                await connect(hub, session_id)
+            store.asked.clear()
+        store.silent = {"a"} if silent else set()
+        store.troubles = {} if silent else {"a1": AWAY, "a2": AWAY}
+        await until(lambda: {"b1", "c1", "c2"} <= store.asked_for("take_over"))
+        assert "forget" not in dict(store.asked)
+        store.silent, store.troubles = set(), {}
+        await until(lambda: set(ALL) <= store.asked_for("take_over"))
+
+
+async def make_here(hub: Hub, session_id: str) -> LiveSession:
+    """A session whose answer is made here."""
+    live, _ = await connect(hub, session_id)
+    turn = Script().turn()
+    turn.writer.session_id = session_id
+    monkey = cast("Any", turn)
+    monkey.leave = lambda: True
+    live.turn = turn
+    return live
+
+
+async def test_a_server_of_the_store_that_is_away_keeps_no_other_answer_from_being_handed_over() -> None:
+    """Those on it are left as soon as it is back."""
+    store, committer = PlayedStore(), PlayedCommitter()
+    committer.stuck = {"a1"}
+    async with running_hub(store) as hub:
+        for session_id in ALL:
+            await make_here(hub, session_id)
+        leaving = asyncio.create_task(answers_of(hub, store, committer).hand_over())
+        await until(lambda: store.asked_for("hand_over") == {"b1", "c1", "c2"})
+        assert not leaving.done()
+        committer.stuck = set()
+        async with asyncio.timeout(5):
+            await leaving
+        assert store.asked_for("hand_over") == set(ALL)

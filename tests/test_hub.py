@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,10 @@ import pytest_asyncio
 import redis.asyncio
 from websockets.exceptions import ConnectionClosed
 
+from chat_server import hub as hub_module
 from chat_server.engine.simulated import answer_for
 from chat_server.store.redis import Store
+from tests.hubs import AWAY, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
@@ -292,3 +294,35 @@ async def test_a_running_answer_is_not_ended_by_a_replica_that_could_not_look(
             assert response["status"] == "completed"
             text = response["output"][0]["content"][0]["text"]
             assert text == answer_for([{"role": "user", "content": question}])
+
+
+# --- sessions in trouble, and servers of the store that are away
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub whose ticks follow at once."""
+    monkeypatch.setattr(hub_module, "_TICK_S", 0.002)
+    monkeypatch.setattr(hub_module, "_RETRY_S", 0.002)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(quick: None) -> None:
+    """The inbox is heard again: what lies elsewhere is compared at once, what lies there as soon as it is back."""
+    store = PlayedStore()
+    async with running_hub(store) as hub:
+        sessions = {session_id: await connect(hub, session_id) for session_id in ("a1", "a2", "b1", "c1")}
+        store.troubles = {"a1": AWAY, "a2": AWAY}
+        store.silent = {"c"}
+        store.break_inbox()
+        await until(lambda: {"a1", "b1", "c1"} <= store.asked_for("compare"))
+        assert hub.ready, "who comes now is let in"
+        store.silent = set()
+        store.troubles = {}
+        await until(lambda: store.asked_for("compare") == set(sessions))
+        assert not any(connection.closed for _, connection in sessions.values())

@@ -1,15 +1,16 @@
 """Group commit: the text of all running responses goes to the store together; what is stored may be told.
 
 At once after a quiet moment, then at most one pipeline each ``gather_s``, and none before the last is answered. So a
-token waits a few milliseconds at most, and a thousand streams cost one round trip, not a thousand.
+token waits a few milliseconds at most, and a thousand streams cost one round trip, not a thousand. In a cluster that
+is so for each of its servers: one that is away keeps no text of the others waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from chat_server.core.response import Commit, Response
 from chat_server.errors import StoreError, StoreUnavailable
@@ -21,6 +22,18 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.005
 #: seconds between tries while the store is away.
 _RETRY_S = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """The writers whose sessions lie on one server of the store, when they begin: they go to it together."""
+
+    name: str
+    #: those that have text which is not stored.
+    dirty: dict[Writer, None] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    #: commits that the store did not answer; each says where it is written, so sent again it can not double text.
+    again: dict[Writer, TextCommit] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +57,7 @@ class Writer:
     waits: bool = False
     #: the store lost some of its text: all of it is to be written.
     whole: bool = False
+    lane: Lane | None = None
 
 
 class Committer:
@@ -52,14 +66,24 @@ class Committer:
     def __init__(self, store: Store, *, gather_s: float = _GATHER_S) -> None:
         self._store = store
         self._gather_s = gather_s
-        self._dirty: dict[Writer, None] = {}
-        self._wake = asyncio.Event()
+        self._lanes: dict[str, Lane] = {}
+        self._new_lanes: asyncio.Queue[Lane] = asyncio.Queue()
         self._answered = asyncio.Event()
 
     def add(self, writer: Writer) -> None:
         """The writer's response has text that is not stored."""
-        self._dirty[writer] = None
-        self._wake.set()
+        lane = writer.lane or self._enter(writer)
+        lane.dirty[writer] = None
+        lane.wake.set()
+
+    def _enter(self, writer: Writer) -> Lane:
+        name = self._store.shard(writer.session_id)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(name)
+            self._new_lanes.put_nowait(lane)
+        writer.lane = lane
+        return lane
 
     async def settle(self, writer: Writer) -> None:
         """Wait until no commit of the writer is under way; what is pending then stays with the caller.
@@ -68,7 +92,8 @@ class Committer:
         """
         while writer.response.in_flight and not writer.lost:
             await self._answered.wait()
-        self._dirty.pop(writer, None)  # only now: what the store lost on its way is sent again from there
+        if writer.lane is not None:
+            writer.lane.dirty.pop(writer, None)  # only now: what the store lost on its way is sent again from there
 
     def resume(self, writer: Writer) -> None:
         """The store holds what it held before, and takes more: what was on its way is sent again."""
@@ -98,6 +123,8 @@ class Committer:
         response = writer.response
         response.take_commit()
         [reply] = await self._store.commit([_text_commit(writer, response.whole_commit())])
+        if isinstance(reply, StoreUnavailable):
+            raise reply
         if reply not in ("ok", "wished"):
             return False
         if response.in_flight:
@@ -106,19 +133,31 @@ class Committer:
 
     async def run(self) -> None:
         """Commit until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                lane = await self._new_lanes.get()
+                tasks.create_task(self._serve(lane), name=f"commits to {lane.name or 'the store'}")
+
+    async def _serve(self, lane: Lane) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await lane.wake.wait()
+            lane.wake.clear()
             started = loop.time()
-            batch = [(writer, commit) for writer in self._dirty if (commit := self._take(writer)) is not None]
-            self._dirty.clear()
+            batch = {writer: commit for writer, commit in lane.again.items() if not writer.lost}
+            for writer in lane.dirty:
+                if writer not in batch and (commit := self._take(writer)) is not None:
+                    batch[writer] = commit
+            lane.dirty.clear()
             if not batch:
+                lane.again.clear()
                 continue
-            replies = await self._store_batch([commit for _, commit in batch], [writer for writer, _ in batch])
-            for (writer, _), reply in zip(batch, replies, strict=True):
-                self._answer(writer, reply)
+            await self._store_batch(lane, batch)
             self._tell_answered()
+            if lane.again:
+                lane.wake.set()
+                await asyncio.sleep(_RETRY_S)
+                continue
             rest = self._gather_s - (loop.time() - started)
             if rest > 0:
                 await asyncio.sleep(rest)
@@ -133,28 +172,26 @@ class Committer:
             return None
         return _text_commit(writer, commit)
 
-    async def _store_batch(self, commits: list[TextCommit], writers: list[Writer]) -> list[CommitReply]:
-        """Try until the store took it: each commit says where it is written, so a retry can not double it."""
-        waiting = False
-        while True:
-            try:
-                replies = await self._store.commit(commits)
-            except StoreUnavailable as error:
-                if not waiting:
-                    log.warning("Answers wait for the store: %s", error)
-                waiting = True
-            except StoreError as error:
-                log.error("The store does not take text: %s", error)
-                waiting = True
+    async def _store_batch(self, lane: Lane, batch: dict[Writer, TextCommit]) -> None:
+        """Send commits, and carry the replies out; what the store did not answer is sent again."""
+        replies: Sequence[CommitReply | StoreError]
+        try:
+            replies = await self._store.commit(list(batch.values()))
+        except StoreError as error:
+            replies = [error] * len(batch)
+        waited, lane.again = len(lane.again), {}
+        trouble = None
+        for (writer, commit), reply in zip(batch.items(), replies, strict=True):
+            writer.response.waiting_for_store = isinstance(reply, StoreError)
+            if isinstance(reply, StoreError):
+                trouble = reply
+                lane.again[writer] = commit
             else:
-                if waiting:
-                    log.warning("The store is back; %d answers go on", len(writers))
-                for writer in writers:
-                    writer.response.waiting_for_store = False
-                return replies
-            for writer in writers:
-                writer.response.waiting_for_store = True
-            await asyncio.sleep(_RETRY_S)
+                self._answer(writer, reply)
+        if trouble is not None and not waited:
+            log.warning("Answers wait for the store: %s", trouble)
+        elif trouble is None and waited:
+            log.warning("The store is back; %d answers go on", waited)
 
     def _answer(self, writer: Writer, reply: CommitReply) -> None:
         """Carry one reply out. A callback that raises ends its own response, nobody else's."""

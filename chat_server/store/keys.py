@@ -7,8 +7,9 @@ from chat_server.core.principal import Principal
 #: Replicas that live, by the time of their last sign (ms). It and their leases lie on one node of a cluster: who could
 #: not renew there, could not look there either, so nobody takes another for dead because of that node.
 REPLICAS = "chat:{replicas}"
-#: Sessions with a running response, by the time when their owner last said so (ms).
-RUNNING = "chat:running"
+#: Sessions with a running response, by the time when their owner last said so (ms). On that node too: all need it, and
+#: they need no other one.
+RUNNING = "chat:running:{replicas}"
 
 
 def session_keys(session_id: str) -> list[str]:

@@ -6,6 +6,8 @@ Both do the same things; what follows a failover is here. Deadlines, and errors 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import ClusterDownError, ReadOnlyError, SlotNotCoveredError
+from redis.exceptions import ClusterDownError, ReadOnlyError, RedisClusterException, SlotNotCoveredError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -48,6 +50,9 @@ class Nodes(Protocol):
         Each goes to the node that holds its first key; all, over one connection, to the one that holds ``key``.
         """
 
+    def shard(self, key: str) -> str:
+        """The name of the server that holds a key: what has the same one is away at the same time."""
+
     async def load(self, code: str) -> None:
         """Load a library of functions wherever they may be called."""
 
@@ -75,9 +80,10 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
         **address.options,
     }
     if address.kind == "cluster":
-        return Cluster(address.nodes, options, timeout_s)
+        return Cluster(address.nodes, options, max_connections, timeout_s)
     if address.kind == "server":
-        return Single(redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options)), timeout_s)
+        client = redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options))
+        return Single(client, max_connections, timeout_s)
     daemons = {
         "socket_timeout": _SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
@@ -86,14 +92,17 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
     }
     sentinel = Sentinel(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
     pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
-    return Single(redis_asyncio.Redis.from_pool(pool), timeout_s, sentinel)
+    return Single(redis_asyncio.Redis.from_pool(pool), max_connections, timeout_s, sentinel)
 
 
 class Single:
     """One server that takes writes: the one at the address, or whichever Sentinel says is it."""
 
-    def __init__(self, client: redis_asyncio.Redis, timeout_s: float, sentinel: Sentinel | None = None) -> None:
+    def __init__(
+        self, client: redis_asyncio.Redis, room: int, timeout_s: float, sentinel: Sentinel | None = None
+    ) -> None:
         self._client = client
+        self._room = asyncio.Semaphore(room)
         self._timeout_s = timeout_s
         self._sentinel = sentinel
 
@@ -102,12 +111,15 @@ class Single:
         for command in commands:
             pipe.execute_command(*command)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._room:
                 return await pipe.execute(raise_on_error=False)
         except _LOST:
             # Its machine may be gone without a word: only new connections ask Sentinel where the server is now.
             await self._client.connection_pool.disconnect(inuse_connections=False)
             raise
+
+    def shard(self, key: str) -> str:
+        return ""
 
     async def load(self, code: str) -> None:
         await self._client.function_load(code, replace=True)
@@ -130,7 +142,7 @@ class Cluster:
     redis-py would find that key by asking a node, for each FCALL anew; so the node is named here.
     """
 
-    def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, int]], options: dict[str, Any], room: int, timeout_s: float) -> None:
         self._client = RedisCluster(
             startup_nodes=[ClusterNode(*node) for node in nodes],
             health_check_interval=_STALE_S,
@@ -138,14 +150,20 @@ class Cluster:
             **options,
         )
         self._timeout_s = timeout_s
-        #: the node that left a call without an answer last: it is the last to be asked where the slots are.
+        #: room for calls at each node: those that wait for one that is silent take no other's.
+        self._room: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(room))
+        #: the node that left a call without an answer last: it is the last to be asked where the slots are, or to be
+        #: listened to.
         self._silent: str | None = None
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         await self._client.initialize()
         replies = await self._ask(commands, key)
         if any(isinstance(reply, (*_LOST, *_REFUSED)) for reply in replies):
-            await self._look_again([c for c, r in zip(commands, replies, strict=True) if isinstance(r, Exception)], key)
+            failed = [c for c, r in zip(commands, replies, strict=True) if isinstance(r, Exception)]
+            with suppress(*_LOST, RedisClusterException):  # nobody knows more: the other replies are good all the same
+                async with asyncio.timeout(self._timeout_s / 2):
+                    await self._look_again(failed, key)
             refused = [at for at, reply in enumerate(replies) if isinstance(reply, _REFUSED)]
             for at, reply in zip(refused, await self._ask([commands[at] for at in refused], key), strict=True):
                 replies[at] = reply
@@ -173,7 +191,7 @@ class Cluster:
         for command in commands:
             pipe.execute_command(*command, target_nodes=[node])
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._room[node.name]:
                 return await pipe.execute(raise_on_error=False)
         except RedisConnectionError as error:
             return [_NotSent(*error.args)] * len(commands)
@@ -195,14 +213,21 @@ class Cluster:
             return self._client.get_default_node()
         return self._client.nodes_manager.get_node_from_slot(self._client.keyslot(key))
 
+    def shard(self, key: str) -> str:
+        try:
+            return str(self._node(key).name)
+        except SlotNotCoveredError:
+            return ""
+
     async def load(self, code: str) -> None:
         await self._client.initialize()
         await self._client.function_load(code, replace=True)  # redis-py knows that it is for all primaries
 
     async def pubsub(self) -> PubSub:
         await self._client.initialize()
-        # Nodes tell each other what is published, so any will do; another one next time.
-        return self._client.pubsub(node=self._client.get_random_node())
+        # Nodes tell each other what is published, so any will do that answers; another one next time.
+        nodes = self._client.get_nodes()
+        return self._client.pubsub(node=random.choice([node for node in nodes if node.name != self._silent] or nodes))
 
     async def info(self) -> list[dict[str, Any]]:
         await self._client.initialize()

@@ -18,7 +18,7 @@ from chat_server.core.items import Item, SessionSettings, decode_item, encode_it
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response, cancelled_in_queue, ended_response
-from chat_server.errors import StoreBehind, StoreError
+from chat_server.errors import StoreBehind, StoreError, StoreUnavailable
 from chat_server.store import keys, messages
 from chat_server.store.replies import (
     Added,
@@ -81,6 +81,10 @@ class Store:
         """Raises StoreUnavailable if the store does not answer."""
         await self._server.run("PING")
 
+    def shard(self, session_id: str) -> str:
+        """The server of the store that holds a session, by name: sessions with the same one are away together."""
+        return self._server.shard(keys.session_keys(session_id)[0])
+
     # --- sessions
 
     async def create_session(self, session_id: str, owner: Principal, model: str, settings: SessionSettings) -> None:
@@ -116,15 +120,18 @@ class Store:
         """Stop listening."""
         await self._call(session_id, "unwatch", self.replica_id)
 
-    async def renew_watch(self, session_ids: Sequence[str]) -> list[Held]:
-        """Go on listening to these sessions; what the store holds of each (version -1: it is gone)."""
-        calls = [(session_id, "renew", *self._ttls, self.replica_id) for session_id in session_ids]
-        return [Held(int(reply[0]), reply[1]) for reply in await self._call_many(calls)]
+    async def renew_watch(self, session_ids: Sequence[str]) -> list[Held | None]:
+        """Go on listening to these sessions; what the store holds of each (version -1: it is gone).
 
-    async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int]:
+        None, here and below, for one that the store does not answer for now.
+        """
+        replies = await self._ask_each(session_ids, "renew", *self._ttls, self.replica_id)
+        return [None if reply is None else Held(int(reply[0]), reply[1]) for reply in replies]
+
+    async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         """For how long nobody has listened to each of these sessions, on any replica; -1 if somebody does."""
-        calls = [(session_id, "unwatched", _WATCH_MS) for session_id in session_ids]
-        return [int(reply) for reply in await self._call_many(calls)]
+        replies = await self._ask_each(session_ids, "unwatched", _WATCH_MS)
+        return [None if reply is None else int(reply) for reply in replies]
 
     async def update_session(
         self, session_id: str, version: int, model: str, settings: SessionSettings
@@ -144,12 +151,9 @@ class Store:
             return bytes(reply[1])
         return "stale" if reply[0] == b"stale" else "gone"
 
-    async def versions(self, session_ids: Sequence[str]) -> list[int]:
+    async def versions(self, session_ids: Sequence[str]) -> list[int | None]:
         """The version of each session; -1 for one that is not there."""
-        if not session_ids:
-            return []
-        found = await self._server.run_many(*(("HGET", keys.session_keys(id)[0], "version") for id in session_ids))
-        return [-1 if version is None else int(version) for version in found]
+        return [None if reply is None else int(reply) for reply in await self._ask_each(session_ids, "version")]
 
     async def restore(self, session_id: str, snapshot: Snapshot) -> bool:
         """Write a session again that the store lost; False if it holds that or something newer, or it was deleted."""
@@ -351,8 +355,11 @@ class Store:
             return None
         return Binding(reply[1].decode(), reply[2].decode())
 
-    async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply]:
-        """Store text of many responses in one round trip. Raises StoreUnavailable if all is to be tried again."""
+    async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply | StoreUnavailable]:
+        """Store text of many responses in one round trip. Raises StoreUnavailable if all is to be tried again.
+
+        A single one that is, is a StoreUnavailable among the replies.
+        """
         replies = await self._server.call_many(
             [
                 (
@@ -365,8 +372,10 @@ class Store:
         return [self._commit_reply(reply) for reply in replies]
 
     @staticmethod
-    def _commit_reply(reply: Any) -> CommitReply:
+    def _commit_reply(reply: Any) -> CommitReply | StoreUnavailable:
         """One session's broken keys are that session's trouble."""
+        if isinstance(reply, StoreUnavailable):
+            return reply
         if isinstance(reply, StoreError):
             log.error("The text of a response was not stored: %s", reply)
             return "missing"
@@ -529,13 +538,14 @@ class Store:
     def _ttls(self) -> tuple[int, int]:
         return self._ttl, self._empty_ttl
 
-    async def _call_many(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Many calls in one round trip. Raises if one of them failed."""
+    async def _ask_each(self, session_ids: Sequence[str], function: str, *args: Any) -> list[Any]:
+        """The same question about many sessions in one round trip; None for one that the store does not answer for."""
+        calls = [(session_id, function, *args) for session_id in session_ids]
         replies = await self._server.call_many(calls) if calls else []
-        for reply in replies:
+        for session_id, reply in zip(session_ids, replies, strict=True):
             if isinstance(reply, StoreError):
-                raise reply
-        return replies
+                log.debug("Session %s: %s", session_id, reply)
+        return [None if isinstance(reply, StoreError) else reply for reply in replies]
 
     async def _call(self, session_id: str, function: str, *args: Any) -> Any:
         reply = await self._server.call(session_id, function, *args, durable=function in _DURABLE)

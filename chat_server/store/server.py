@@ -63,13 +63,13 @@ class Server:
         self._prefix, self._code = library()
         self._wait_replicas = wait_replicas
         self._nodes = connect(parse_address(url), max_connections=max_connections, timeout_s=_TIMEOUT_S * _ANSWER_SHARE)
-        self._room = asyncio.Semaphore(max_connections)
+        self._loads = asyncio.Lock()
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
         async with self._calling():
             try:
-                await self._nodes.load(self._code)
+                await self._load()
             except ResponseError as error:
                 if _passes(error):
                     raise
@@ -79,6 +79,10 @@ class Server:
 
     async def close(self) -> None:
         await self._nodes.aclose()
+
+    def shard(self, key: str) -> str:
+        """The server that holds a key, by name: what has the same one is away at the same time."""
+        return self._nodes.shard(key)
 
     async def run(self, *command: Any) -> Any:
         """One plain command."""
@@ -110,16 +114,12 @@ class Server:
     async def call_many(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
         """Calls as of ``call``, in one round trip.
 
-        One that the server refused is a StoreError among the replies. Raises StoreUnavailable if one of them is to be
-        tried again; the others may be done by then.
+        One that failed is a StoreError among the replies: of several servers one may be away. Raises StoreUnavailable
+        if none answered in time.
         """
         async with self._calling():
             replies = await self._with_library([self._command(*call) for call in calls])
-        ours = [_ours(reply) if isinstance(reply, Exception) else reply for reply in replies]
-        for reply in ours:
-            if isinstance(reply, StoreUnavailable):
-                raise reply
-        return ours
+        return [_ours(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
     @asynccontextmanager
     async def subscribe(self, channel: str) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -157,15 +157,19 @@ class Server:
     async def _with_library(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         replies = await self._nodes.pipeline(commands, key=key)
         if any(_is_unknown_function(reply) for reply in replies):
-            await self._nodes.load(self._code)
+            await self._load()
             replies = await self._nodes.pipeline(commands, key=key)
         return replies
 
+    async def _load(self) -> None:
+        async with self._loads:  # it takes connections beside those that calls have room for
+            await self._nodes.load(self._code)
+
     @asynccontextmanager
     async def _calling(self) -> AsyncIterator[None]:
-        """Room for one call, a deadline for all of it, errors in our words."""
+        """A deadline for all of one call, errors in our words."""
         with _translated():
-            async with asyncio.timeout(_TIMEOUT_S), self._room:
+            async with asyncio.timeout(_TIMEOUT_S):
                 yield
 
 

@@ -307,6 +307,9 @@ class ModelServer(Server):
     async def close(self) -> None:
         """It stays."""
 
+    def shard(self, key: str) -> str:
+        return ""
+
     async def run(self, *command: Any) -> Any:
         return (await self.run_many(command))[0]
 

@@ -19,6 +19,8 @@ from tests.core.answers import new_response
 
 pytestmark = pytest.mark.pure
 
+AWAY = StoreUnavailable("away")
+
 
 class FakeStore:
     """Keeps what it is told at the place that it is told, as the script does, and counts the round trips."""
@@ -26,22 +28,30 @@ class FakeStore:
     def __init__(self) -> None:
         self.pipelines: list[list[TextCommit]] = []
         self.texts: dict[str, bytes] = {}
-        self.replies: dict[str, CommitReply] = {}
+        self.replies: dict[str, CommitReply | StoreUnavailable] = {}
+        #: where sessions lie, and the servers that are silent
+        self.shards: dict[str, str] = {}
+        self.silent: set[str] = set()
         #: raised before (True) or after (False) the text was stored, one for each round trip to come
         self.faults: list[tuple[Exception, bool]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.asked = asyncio.Event()
 
-    async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply]:
+    def shard(self, session_id: str) -> str:
+        return self.shards.get(session_id, "")
+
+    async def commit(self, commits: Sequence[TextCommit]) -> list[CommitReply | StoreUnavailable]:
         self.pipelines.append(list(commits))
         self.asked.set()
         await self.gate.wait()
+        while any(self.shard(one.session_id) in self.silent for one in commits):
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         fault, before = self.faults.pop(0) if self.faults else (None, False)
         if fault and before:
             raise fault
-        replies: list[CommitReply] = []
+        replies: list[CommitReply | StoreUnavailable] = []
         for one in commits:
             held = self.texts.get(one.response_id, b"")
             if one.byte_offset > len(held):
@@ -177,11 +187,12 @@ async def test_round_trips_keep_their_distance() -> None:
 
 
 async def test_each_answer_keeps_the_order_of_its_text() -> None:
-    """Any pace of the engine, any answer times of the store: what is stored and told is what was said."""
+    """Any pace of the engine, any trouble and loss of the store: what is stored and told is what was said."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
     store = FakeStore()
+    store.shards = {f"sess_{number}": dice.choice("ab") for number in range(5)}
     async with running(store) as committer:
         answers = [Answer(committer, number) for number in range(5)]
         said = [""] * 5
@@ -192,11 +203,18 @@ async def test_each_answer_keeps_the_order_of_its_text() -> None:
             said[place] += word
             if dice.random() < 0.2:
                 store.faults.append((StoreUnavailable("away"), dice.random() < 0.5))
+            if dice.random() < 0.1:
+                store.replies = {f"resp_{n}": AWAY for n in range(5) if dice.random() < 0.3}
+            if dice.random() < 0.1:
+                lost = f"resp_{dice.randrange(5)}"
+                store.texts[lost] = store.texts.get(lost, b"")[: dice.randrange(9)]
             for _ in range(dice.randrange(4)):
                 await asyncio.sleep(0)
+        store.replies = {}
         for answer, text in zip(answers, said, strict=True):
-            await answer.until_told(text)
-            assert store.texts[answer.response.id].decode() == text
+            answer.says(".")
+            await answer.until_told(text + ".")
+            assert store.texts[answer.response.id].decode() == text + "."
 
 
 async def test_text_waits_for_a_safe_place() -> None:
@@ -229,6 +247,53 @@ async def test_a_store_that_is_away_is_waited_for(fault: Exception, before: bool
         await answer.until_told("Hello, you")
         assert store.texts == {"resp_1": b"Hello, you"}
     assert answer.refused == []
+
+
+async def test_a_server_that_is_silent_keeps_no_other_one_waiting() -> None:
+    """Of a cluster, which holds some of the sessions: the others are told as ever, also those that begin now."""
+    store = FakeStore()
+    store.shards = {"sess_1": "a", "sess_2": "b", "sess_3": "b", "sess_4": "a"}
+    async with running(store) as committer:
+        answers = [Answer(committer, number) for number in (1, 2, 3, 4)]
+        store.silent = {"a"}
+        for answer in answers[:2]:
+            answer.says("Hello")
+        await answers[1].until_told("Hello")
+        for answer in answers:
+            answer.says("!")
+        await answers[1].until_told("Hello!")
+        await answers[2].until_told("!")
+        assert answers[0].told == answers[3].told == []
+        store.silent = set()
+        await answers[0].until_told("Hello!")
+        await answers[3].until_told("!")
+
+
+@pytest.mark.parametrize("more", ["", "!"])
+async def test_a_commit_without_an_answer_is_sent_again_by_itself(caplog: pytest.LogCaptureFixture, more: str) -> None:
+    """The others of the same round trip are told, and not sent twice; the log says when it begins and ends."""
+    store = FakeStore()
+    store.replies = {"resp_1": AWAY}
+    async with running(store) as committer:
+        one, two = Answer(committer, 1), Answer(committer, 2)
+        for answer in (one, two):
+            answer.says("Hello")
+        await two.until_told("Hello")
+        one.says(more)
+        two.says(", you")
+        await two.until_told("Hello, you")
+        sent = len(store.pipelines)
+        async with asyncio.timeout(5):
+            while len(store.pipelines) < sent + 3:
+                await asyncio.sleep(0)
+        assert {commit.response_id for pipeline in store.pipelines[sent:] for commit in pipeline} == {"resp_1"}
+        assert (one.told, one.response.heartbeat_state) == ([], "waiting")
+        assert two.response.heartbeat_state == "streaming"
+        store.replies = {}
+        await one.until_told("Hello" + more)
+        assert one.response.heartbeat_state == "streaming"
+        assert store.texts == {"resp_1": ("Hello" + more).encode(), "resp_2": b"Hello, you"}
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
 async def test_who_waits_for_the_store_says_so() -> None:
@@ -345,6 +410,20 @@ async def test_settling_waits_for_what_is_under_way() -> None:
         assert told + answer.response.take_rest() == "Hello, you"
         await asyncio.sleep(0.01)
         assert store.texts == {"resp_1": told.encode()}
+
+
+async def test_the_rest_is_not_stored_while_the_store_is_away() -> None:
+    """Whoever leaves an answer to somebody else has to know; there is only that one commit."""
+    store = FakeStore()
+    async with running(store) as committer:
+        answer = Answer(committer)
+        store.replies = {"resp_1": AWAY}
+        answer.response.on_text("Hello")
+        with pytest.raises(StoreUnavailable):
+            await committer.store_rest(answer.writer)
+        store.replies = {}
+        assert await committer.store_rest(answer.writer)
+        assert answer.told == ["Hello"]
 
 
 async def test_settling_lets_what_the_store_lost_be_sent_again() -> None:

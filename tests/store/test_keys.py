@@ -26,10 +26,10 @@ def test_each_user_has_an_index() -> None:
     assert len({keys.user_sessions(principal) for principal in principals}) == 4
 
 
-def test_all_leases_lie_on_one_node_of_a_cluster() -> None:
-    """A replica that can renew its own can read all others."""
-    slots = {key_slot(key.encode()) for key in (keys.REPLICAS, keys.replica("replica_1"), keys.replica("replica_2"))}
-    assert len(slots) == 1
+def test_what_all_need_lies_on_one_node_of_a_cluster() -> None:
+    """A replica that can renew its lease can read all others, and the index of running answers."""
+    names = (keys.REPLICAS, keys.RUNNING, keys.replica("replica_1"), keys.replica("replica_2"))
+    assert len({key_slot(name.encode()) for name in names}) == 1
 
 
 def test_a_replica_has_a_lease_and_an_inbox() -> None:

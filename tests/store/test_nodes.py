@@ -27,6 +27,7 @@ from chat_server.store import server as server_module
 from chat_server.store.address import parse_address
 from chat_server.store.nodes import connect
 from chat_server.store.redis import Store
+from chat_server.store.replies import Held, TextCommit
 from tests.store.sessions import ANN, MODEL, add, begin, commit, end, ids, item, new_session, store_at
 from tests.support.proxy import proxy_to
 from tests.support.valkeys import Cluster, free_ports, lone_cluster, valkey_cluster, valkey_pair, valkey_sentinel
@@ -76,6 +77,14 @@ async def as_soon_as_it_can(operation: Callable[[], Awaitable[T]]) -> T:
                 return await operation()
             except StoreUnavailable:
                 await asyncio.sleep(0.05)
+
+
+async def put(store: Store, one: TextCommit) -> str:
+    """Store one piece of text; raises StoreUnavailable."""
+    [reply] = await store.commit([one])
+    if isinstance(reply, StoreUnavailable):
+        raise reply
+    return reply
 
 
 async def test_a_cluster_does_all_that_one_server_does(cluster: Cluster, stores: Callable[..., Store]) -> None:
@@ -209,22 +218,47 @@ async def test_a_call_to_a_cluster_can_be_cancelled_at_any_moment(
                 await task
 
 
-async def test_one_node_that_hangs_leaves_the_others(
-    cluster: Cluster, stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hang", [(1,), (0, 2)])
+async def test_nodes_that_hang_leave_the_others(
+    cluster: Cluster, stores: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, hang: tuple[int, ...]
 ) -> None:
-    """What lies on it is away, after a deadline; what lies elsewhere is not; then all goes on."""
+    """What lies on them is away, after a deadline; what lies elsewhere is not, also in the same question.
+
+    However many calls wait for them. Then all goes on.
+    """
     monkeypatch.setattr(server_module, "_TIMEOUT_S", 1.0)
-    store = stores()
+    store = stores(max_connections=3)
     sessions = await sessions_on_each(cluster, store)
-    cluster.primaries[1].tell(signal.SIGSTOP)
+    asked = [(await begin(store, session_id))[0] for session_id in sessions]
+    for at in hang:
+        cluster.primaries[at].tell(signal.SIGSTOP)
+    waiting = [asyncio.create_task(store.watch(sessions[at])) for at in hang for _ in range(5)]
     try:
-        with pytest.raises(StoreUnavailable):
-            await add(store, sessions[1], item())
-        for session_id in (sessions[0], sessions[2]):
-            await add(store, session_id, item())
+        await asyncio.sleep(0)
+        replies, held, versions, unwatched = await asyncio.gather(
+            store.commit([commit(session_id, one, "Hello") for session_id, one in zip(sessions, asked, strict=True)]),
+            store.renew_watch(sessions),
+            store.versions(sessions),
+            store.unwatched_ms(sessions),
+        )
+        for at, session_id in enumerate(sessions):
+            if at in hang:
+                assert isinstance(replies[at], StoreUnavailable)
+                assert (held[at], versions[at], unwatched[at]) == (None, None, None)
+            else:
+                assert replies[at] == "ok"
+                assert held[at] in (Held(versions[at] or 0, 0), Held(versions[at] or 0, len("Hello")))
+                assert unwatched[at] is not None
+                await add(store, session_id, item())
     finally:
-        cluster.primaries[1].tell(signal.SIGCONT)
-    await as_soon_as_it_can(lambda: add(store, sessions[1], item()))
+        for at in hang:
+            cluster.primaries[at].tell(signal.SIGCONT)
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(one) for one in done} == {StoreUnavailable}
+    for at in hang:
+        await as_soon_as_it_can(lambda at=at: add(store, sessions[at], item()))  # type: ignore[misc]
+    assert None not in await store.versions(sessions)
+    assert len({store.shard(session_id) for session_id in sessions}) == 3
 
 
 async def test_a_replica_of_a_cluster_takes_over(tmp_path: Path) -> None:
@@ -238,7 +272,7 @@ async def test_a_replica_of_a_cluster_takes_over(tmp_path: Path) -> None:
         await store.commit([commit(sessions[0], asked, "Hello")])
         await cluster.primaries[0].end(signal.SIGKILL)
         with pytest.raises(StoreUnavailable):
-            await store.commit([commit(sessions[0], asked, "!", "Hello")])
+            await put(store, commit(sessions[0], asked, "!", "Hello"))
         for session_id in sessions[1:]:
             await add(store, session_id, item())
         await cluster.promoted()
@@ -263,8 +297,8 @@ async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> No
             await watched.server.end(signal.SIGKILL)
             with pytest.raises(StoreUnavailable):
                 await anext(inbox)
-        more = [commit(session_id, asked, "!", "Hello")]
-        assert await as_soon_as_it_can(lambda: one.commit(more)) == ["ok"]
+        more = commit(session_id, asked, "!", "Hello")
+        assert await as_soon_as_it_can(lambda: put(one, more)) == "ok"
         await two.watch(session_id)
         async with two.inbox() as inbox:
             message = await end(one, session_id, asked, "Hello!", stored="Hello!")
@@ -311,8 +345,8 @@ async def test_a_machine_that_falls_silent_is_left(tmp_path: Path, monkeypatch: 
         try:
             await subscribed.wait()
             silent.tell(signal.SIGSTOP)
-            text = [commit(session_id, asked, "Hello")]
-            assert await as_soon_as_it_can(lambda: one.commit(text)) == ["ok"]
+            text = commit(session_id, asked, "Hello")
+            assert await as_soon_as_it_can(lambda: put(one, text)) == "ok"
             while not heard.empty():
                 heard.get_nowait()
             async with asyncio.timeout(FAILOVER_S):

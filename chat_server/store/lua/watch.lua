@@ -43,3 +43,8 @@ register('unwatched', function(keys, args)
   end
   return now_ms() - tonumber(since)
 end)
+
+-- The version; '-1' if the session is gone.
+register('version', function(keys)
+  return redis.call('HGET', keys[SESSION], 'version') or '-1'
+end)
