@@ -192,6 +192,9 @@ class Answers:
                     break
             except StoreUnavailable:
                 await asyncio.sleep(_LOOK_S)
+            except Exception:
+                log.exception("Session %s: it could not be written again", live.id)
+                break
         self._committer.lose(turn.writer)
 
     async def _restore(self, live: LiveSession, turn: Turn) -> bool:
@@ -287,9 +290,11 @@ class Answers:
         """Look at a session that perhaps nobody here listens to."""
         try:
             live = await self._hub.open_for_work(session_id)
-        except (ClientError, StoreError) as error:  # it is gone, or broken
-            if isinstance(error, StoreUnavailable):
-                raise
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # it is gone, or broken
+            if not isinstance(error, ClientError):
+                log.warning("Session %s: it can not be read (%s)", session_id, type(error).__name__)
             await self._store.forget_running(session_id)
             return
         try:

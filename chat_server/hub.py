@@ -307,6 +307,8 @@ class Hub:
             except StoreError as error:
                 self.lease.trouble()
                 log.debug("The inbox broke: %s", error)
+            except Exception:
+                log.exception("The inbox failed; it is opened again")
             finally:
                 self._listening = False
             await asyncio.sleep(_RETRY_S)
@@ -320,6 +322,8 @@ class Hub:
                 await self.when_back()
             except StoreError as error:
                 log.debug("%s", error)
+            except Exception:
+                log.exception("What was kept of answers could not be checked")
         await self._compare_doubted()
 
     async def _compare_doubted(self) -> None:
@@ -442,9 +446,17 @@ class Hub:
             self._tasks = None
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run something that belongs to no connection; it must not raise."""
+        """Run something that belongs to no connection; what it raises ends nothing else."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("%s failed", name)
+
         assert self._tasks is not None, "run() runs"
-        self._tasks.create_task(work, name=name)
+        # Closed: it may be cancelled before it began.
+        self._tasks.create_task(run(), name=name).add_done_callback(lambda _: work.close())
 
     @staticmethod
     async def every(

@@ -21,7 +21,7 @@ from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
-from tests.hubs import AWAY, PlayedStore, connect, running_hub
+from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 from tests.turns import Script
@@ -246,6 +246,25 @@ async def until(holds: Callable[[], bool]) -> None:
 ALL = ("a1", "a2", "b1", "c1", "c2")
 
 
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("trouble", BROKEN)
+async def test_one_broken_session_keeps_no_other_from_being_taken_over(
+    monkeypatch: pytest.MonkeyPatch, trouble: Exception, connected: bool
+) -> None:
+    """Whether somebody reads them here or nobody does, whichever is looked at first, and whatever it is."""
+    store = PlayedStore()
+    store.troubles = {"a1": trouble, "c1": trouble}
+    if not connected:
+        store.orphans = list(ALL)
+    async with looking(store, monkeypatch) as hub:
+        if connected:
+            store.troubles, troubles = {}, store.troubles
+            for session_id in ALL:
+                await connect(hub, session_id)
+            store.troubles = troubles
+        await until(lambda: {"a2", "b1", "c2"} <= store.asked_for("take_over"))
+
+
 @pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize("connected", [True, False])
 async def test_a_server_of_the_store_that_is_away_keeps_none_of_the_others_from_being_taken_over(
@@ -292,3 +311,15 @@ async def test_a_server_of_the_store_that_is_away_keeps_no_other_answer_from_bei
         async with asyncio.timeout(5):
             await leaving
         assert store.asked_for("hand_over") == set(ALL)
+
+
+@pytest.mark.parametrize("trouble", BROKEN)
+async def test_an_answer_that_can_not_be_written_again_is_left(trouble: Exception) -> None:
+    """It does not wait for ever, and nothing else ends by it."""
+    store, committer = PlayedStore(), PlayedCommitter()
+    async with running_hub(store) as hub:
+        live = await make_here(hub, "a1")
+        assert live.turn is not None
+        store.troubles = {"a1": trouble}
+        answers_of(hub, store, committer)._refused(live, live.turn, "missing")
+        await until(lambda: committer.lost == [live.turn.writer] if live.turn else False)

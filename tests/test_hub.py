@@ -18,9 +18,10 @@ import redis.asyncio
 from websockets.exceptions import ConnectionClosed
 
 from chat_server import hub as hub_module
+from chat_server.core import close_codes
 from chat_server.engine.simulated import answer_for
 from chat_server.store.redis import Store
-from tests.hubs import AWAY, PlayedStore, connect, running_hub
+from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
@@ -312,6 +313,22 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.parametrize("trouble", BROKEN)
+async def test_one_session_that_can_not_be_read_stops_nothing_else(quick: None, trouble: Exception) -> None:
+    """Its clients are to come back; the others are compared with the store, and the inbox is heard on."""
+    store = PlayedStore()
+    async with running_hub(store) as hub:
+        sessions = {session_id: await connect(hub, session_id) for session_id in ("a1", "a2", "a3")}
+        store.troubles["a2"] = trouble
+        store.break_inbox()
+        await until(lambda: store.asked_for("compare") == set(sessions))
+        for session_id, (_, connection) in sessions.items():
+            assert connection.closed == ([close_codes.RESTART] if session_id == "a2" else [])
+        subscriptions = store.subscriptions
+        await asyncio.sleep(0.02)
+        assert (hub.ready, store.subscriptions) == (True, subscriptions)
+
+
 async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(quick: None) -> None:
     """The inbox is heard again: what lies elsewhere is compared at once, what lies there as soon as it is back."""
     store = PlayedStore()
@@ -326,3 +343,24 @@ async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(
         store.troubles = {}
         await until(lambda: store.asked_for("compare") == set(sessions))
         assert not any(connection.closed for _, connection in sessions.values())
+
+
+@pytest.mark.parametrize("trouble", BROKEN)
+async def test_work_that_fails_ends_nothing_else(quick: None, trouble: Exception) -> None:
+    """Neither the hub, nor other work; also when it is the last thing that happens."""
+
+    async def fail() -> None:
+        raise trouble
+
+    async with running_hub(PlayedStore()) as hub:
+        done = asyncio.Event()
+
+        async def go_on() -> None:
+            await asyncio.sleep(0.01)
+            done.set()
+
+        hub.spawn(go_on(), name="other work")
+        hub.spawn(fail(), name="work")
+        async with asyncio.timeout(5):
+            await done.wait()
+        hub.spawn(go_on(), name="work that never begins")
