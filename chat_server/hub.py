@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
 from collections import defaultdict
@@ -44,6 +45,8 @@ _HELD_S = 0.3
 #: another replica makes is a reason to ask.
 _ASK_S = 15.0
 _SILENCE_S = 2.0
+#: sessions whose state is asked for in one round trip, once in a tick: a thousand make others wait for milliseconds.
+_MOST_ASKED_OF = 500
 #: seconds without the store after which connections are closed: their clients try another replica.
 _AWAY_S = 30.0
 #: seconds in which the owner of an answer writes again what the store lost.
@@ -388,7 +391,8 @@ class Hub:
             return
         await self._compare_doubted()
         due = [live for live in self.sessions if live.watched and live.loaded and _is_due(live, now)]
-        await self._ask(due)
+        # Those that wait longest; after an outage all are due at once.
+        await self._ask(heapq.nsmallest(_MOST_ASKED_OF, due, key=lambda live: live.asked_at))
 
     async def _ask(self, sessions: list[LiveSession]) -> None:
         """Ask for the state of many sessions at once; one that is still another one at the next look is compared.

@@ -364,3 +364,18 @@ async def test_work_that_fails_ends_nothing_else(quick: None, trouble: Exception
         async with asyncio.timeout(5):
             await done.wait()
         hub.spawn(go_on(), name="work that never begins")
+
+
+async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are due at once; those that wait longest come first, so that all have their turn."""
+    store = PlayedStore()
+    async with running_hub(store) as hub:
+        for number in range(1200):
+            await connect(hub, f"a{number}")
+        assert store.rounds.count([]) == len(store.rounds)
+        monkeypatch.setattr(hub_module, "_ASK_S", -1.0)
+        await until(lambda: len([asked for asked in store.rounds if asked]) > 6)
+        rounds = [asked for asked in store.rounds if asked]
+        assert {len(asked) for asked in rounds} == {500}
+        for first in range(4):
+            assert len(set().union(*rounds[first : first + 3])) == 1200
