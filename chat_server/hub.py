@@ -242,7 +242,7 @@ class Hub:
 
     def _take(self, live: LiveSession, message: AnyChange | Text) -> None:
         held = bool(live.held)
-        live.heard_at = time.monotonic()
+        live.heard_at, live.away = time.monotonic(), False
         try:
             live.take(message)
         except Gap:
@@ -403,6 +403,7 @@ class Hub:
         held = await self._store.renew_watch([live.id for live in sessions])
         for live, knew, holds in zip(sessions, known, held, strict=True):
             live.asked_at = time.monotonic()
+            live.away = holds is None
             if holds is None:
                 continue
             # At the first look a difference may be a message that is on its way.
@@ -490,10 +491,7 @@ class Hub:
     async def _tick(self) -> None:
         now, wall = time.monotonic(), now_ms()
         for live in self.sessions:
-            response = live.response
-            state = response.heartbeat_state if response else "idle"
-            for connection in list(live.connections):
-                connection.outbox.tick(now, wall, state, response.id if response else None)
+            live.tick(now, wall, store_away=live.away or not self.ready)
 
     def connections(self) -> list[Connection]:
         """All that are open here."""

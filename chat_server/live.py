@@ -109,6 +109,8 @@ class LiveSession:
         self.heard_at = 0.0
         #: what the store held when it was asked last, if that was not what we knew.
         self.behind: Held | None = None
+        #: the store did not answer when it was asked last.
+        self.away = False
         #: since when the store is behind what we know (monotonic).
         self.lost_since: float | None = None
         #: this replica is among its watchers in the store.
@@ -375,6 +377,18 @@ class LiveSession:
         """Tell those connections that asked for events which the API does not have."""
         frame = encode(event)
         self._each(lambda connection: connection.outbox.push(frame) if connection.outbox.extensions else None)
+
+    def tick(self, now: float, now_ms: int, *, store_away: bool) -> None:
+        """Time passes: see ``Outbox.tick``. ``store_away``: nothing is heard of what others write."""
+        response = self.response
+        if response is None:
+            state = "idle"
+        elif self.turn is None and store_away:
+            state = "waiting"
+        else:
+            state = response.heartbeat_state
+        response_id = response.id if response is not None else None
+        self._each(lambda connection: connection.outbox.tick(now, now_ms, state, response_id))
 
     def _each(self, tell: Callable[[Connection], None]) -> None:
         """Tell each connection something; one that fails is closed, and the others are told all the same."""

@@ -379,3 +379,42 @@ async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monk
         assert {len(asked) for asked in rounds} == {500}
         for first in range(4):
             assert len(set().union(*rounds[first : first + 3])) == 1200
+
+
+async def test_mirrors_say_that_they_wait_for_the_store(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose server of it is away, or all while nothing is heard; only as long as that is so."""
+    monkeypatch.setattr(hub_module, "_SILENCE_S", 0.0)
+    store = PlayedStore()
+    async with running_hub(store) as hub:
+        said: dict[str, str] = {}
+        for session_id in ("a1", "b1"):
+            _, connection = await connect(hub, session_id)
+            monkeypatch.setattr(connection.outbox, "tick", lambda *args, id=session_id: said.update({id: args[2]}))
+        for troubles, states in (
+            ([], {"a1": "queued", "b1": "queued"}),
+            (["a1"], {"a1": "waiting", "b1": "queued"}),
+            (["b1"], {"a1": "queued", "b1": "waiting"}),
+            (["lease"], {"a1": "waiting", "b1": "waiting"}),
+            ([], {"a1": "queued", "b1": "queued"}),
+        ):
+            store.troubles = dict.fromkeys(troubles, AWAY)
+            await until(lambda states=states: said == states)  # type: ignore[misc]
+
+
+async def test_a_connection_that_fails_keeps_no_heartbeat_from_the_others(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed, whichever it is."""
+    async with running_hub(PlayedStore()) as hub:
+        ticked = set()
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("broken")
+
+        connections = [(await connect(hub, session_id))[1] for session_id in ("a1", "a2", "a2", "a3", "b1")]
+        for at, connection in enumerate(connections):
+            tick = fail if at < 2 else lambda *_, at=at: ticked.add(at)
+            monkeypatch.setattr(connection.outbox, "tick", tick)
+        await until(lambda: ticked == {2, 3, 4})
+        assert [bool(connection.closed) for connection in connections] == [True, True, False, False, False]
+        assert connections[0].closed[0] == close_codes.FAULT
