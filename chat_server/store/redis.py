@@ -502,11 +502,12 @@ class Store:
     # --- replicas
 
     async def renew_lease(self, now_ms: int) -> None:
-        """Say that this replica lives."""
+        """Say that this replica lives. Raises StoreUnavailable, as a durable call, if too few replicas follow."""
         await self._server.run_many(
             ("SET", keys.replica(self.replica_id), now_ms, "PX", LEASE_MS),
             ("ZADD", keys.REPLICAS, now_ms, self.replica_id),
             ("ZREMRANGEBYSCORE", keys.REPLICAS, "-inf", now_ms - 60_000),
+            durable=keys.REPLICAS,
         )
 
     async def drop_lease(self) -> None:

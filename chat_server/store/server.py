@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib import resources
@@ -22,6 +23,8 @@ from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store import keys
 from chat_server.store.address import parse_address
 from chat_server.store.nodes import connect
+
+log = logging.getLogger(__name__)
 
 #: seconds for one call: a server that takes longer is away. So much of it one answer may take: the rest is for finding
 #: out who is there in place of a machine that does not answer.
@@ -64,6 +67,8 @@ class Server:
         self._wait_replicas = wait_replicas
         self._nodes = connect(parse_address(url), max_connections=max_connections, timeout_s=_TIMEOUT_S * _ANSWER_SHARE)
         self._loads = asyncio.Lock()
+        #: servers with too few replicas that follow: it is said once.
+        self._alone: set[str] = set()
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
@@ -89,10 +94,17 @@ class Server:
         [reply] = await self.run_many(command)
         return reply
 
-    async def run_many(self, *commands: Sequence[Any]) -> list[Any]:
-        """Plain commands in one round trip, not in a transaction; they may be done twice."""
+    async def run_many(self, *commands: Sequence[Any], durable: str | None = None) -> list[Any]:
+        """Plain commands in one round trip, not in a transaction; they may be done twice.
+
+        ``durable``: a key that lies with all theirs; as of ``call``.
+        """
+        waits = self._waits(durable) if durable is not None else []
         async with self._calling():
-            return _raised(await self._nodes.pipeline(commands))
+            replies = _raised(await self._nodes.pipeline([*commands, *waits], key=durable))
+        if durable is not None and waits:
+            self._check_followers(durable, replies[-1])
+        return replies[: len(commands)]
 
     async def call(self, session_id: str, function: str, *args: Any, durable: bool = False) -> Any:
         """One function over one session's keys; it may be done twice.
@@ -102,14 +114,28 @@ class Server:
         """
         commands = [self._command(session_id, function, *args)]
         key = str(commands[0][3])
-        if durable and self._wait_replicas:
-            # Told twice, a function writes nothing, and a connection's wait is for what it wrote itself: the SET is.
-            commands += [("SET", f"{key}:waited", 1, "PX", 1), ("WAIT", self._wait_replicas, _WAIT_MS)]
+        waits = self._waits(key) if durable else []
         async with self._calling():
-            replies = _raised(await self._with_library(commands, key=key))
-        if len(replies) > 1 and replies[-1] < self._wait_replicas:
-            raise StoreUnavailable(f"The store has too few replicas that follow ({replies[-1]}).")
+            replies = _raised(await self._with_library([*commands, *waits], key=key))
+        if waits:
+            self._check_followers(key, replies[-1])
         return replies[0]
+
+    def _waits(self, key: str) -> list[Sequence[Any]]:
+        if not self._wait_replicas:
+            return []
+        # Told twice, a function writes nothing, and a connection's wait is for what it wrote itself: the SET is.
+        return [("SET", f"{key}:waited", 1, "PX", 1), ("WAIT", self._wait_replicas, _WAIT_MS)]
+
+    def _check_followers(self, key: str, followers: int) -> None:
+        server = self._nodes.shard(key)
+        if followers >= self._wait_replicas:
+            self._alone.discard(server)
+            return
+        if server not in self._alone:
+            self._alone.add(server)
+            log.warning("The store %s has too few replicas that follow (%d): answers wait for them", server, followers)
+        raise StoreUnavailable(f"The store has too few replicas that follow ({followers}).")
 
     async def call_many(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
         """Calls as of ``call``, in one round trip.

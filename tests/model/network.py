@@ -313,7 +313,7 @@ class ModelServer(Server):
     async def run(self, *command: Any) -> Any:
         return (await self.run_many(command))[0]
 
-    async def run_many(self, *commands: Sequence[Any]) -> list[Any]:
+    async def run_many(self, *commands: Sequence[Any], durable: str | None = None) -> list[Any]:
         replies = await self._ask(commands)
         for reply in replies:
             if isinstance(reply, StoreError):

@@ -428,3 +428,26 @@ async def test_what_must_not_be_lost_waits_for_a_replica(tmp_path: Path, monkeyp
         replica.tell(signal.SIGCONT)
         told = await as_soon_as_it_can(lambda: end(third, session_id, asked, "Hello", stored="Hello"))
         assert isinstance(told, bytes)
+
+
+async def test_a_store_with_too_few_replicas_is_away_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For leases as for answers: this replica is not ready, and the log has one line, until a replica follows again."""
+    async with valkey_pair(tmp_path) as (server, replica), AsyncExitStack() as stack:
+        store = store_at(f"redis://127.0.0.1:{server.port}", wait_replicas=1)
+        stack.push_async_callback(store.close)
+        await store.open()
+        session_id = await new_session(store)
+        for _ in range(2):
+            caplog.clear()
+            await as_soon_as_it_can(lambda: store.renew_lease(1))
+            await replica.end(signal.SIGKILL)
+            caplog.clear()
+            for _ in range(2):
+                with pytest.raises(StoreUnavailable, match="too few"):
+                    await store.renew_lease(1)
+            with pytest.raises(StoreUnavailable, match="too few"):
+                await begin(store, session_id)
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            await replica.start()
