@@ -216,8 +216,10 @@ class Answers:
 
     async def _know(self, live: LiveSession) -> int:
         """The version of the session that we know all of: what changed while nobody here listened is read."""
-        if not live.loaded and (await self._store.versions([live.id]))[0] > live.known:
-            await self._hub.look(live)
+        if not live.loaded:
+            [version] = await self._store.versions([live.id])
+            if version is not None and version > live.known:
+                await self._hub.look(live)
         return live.known
 
     async def write_again(self, live: LiveSession) -> bool:

@@ -64,7 +64,7 @@ class PlayedStore:
     async def take_over(self, session_id: str, *_: str) -> None:
         await self._answer("take_over", session_id)
 
-    async def hand_over(self, session_id: str, *_: str) -> None:
+    async def hand_over(self, session_id: str, *_: str, known: int = -1) -> None:
         await self._answer("hand_over", session_id)
 
     async def restore(self, session_id: str, *_: Any) -> None:
