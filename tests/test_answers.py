@@ -108,6 +108,7 @@ async def test_an_answer_that_is_handed_over_goes_on_elsewhere(
         await one.send("response.create")
         for _ in range(20):
             await one.until(DELTA)
+        owner = await server.owner(one.session["id"])
         if watched:
             async with replica.connect(session_id=one.session["id"], extensions=1) as two:
                 async with asyncio.timeout(5):
@@ -117,6 +118,8 @@ async def test_an_answer_that_is_handed_over_goes_on_elsewhere(
         else:
             async with asyncio.timeout(5):
                 await all_answers[0].hand_over()
+            # Not taken back, which would look the same from here.
+            assert await server.owner(one.session["id"]) != owner
         # Who stays at the first one hears the rest all the same.
         response = await done(one)
         [item] = response["output"]

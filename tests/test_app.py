@@ -188,7 +188,9 @@ async def test_an_answer_without_a_reader_goes_on_at_another_replica(tmp_path: P
             await client.say(LONG)
             await client.send("response.create")
             await client.until("response.output_text.delta")
+            owner = await server.owner(client.session["id"])
         await server.drain()
+        await replica.owner(client.session["id"], other_than=owner)  # before anybody asks for it there
         async with replica.connect(session_id=client.session["id"], history=1) as again:
             response = (await again.until("response.done"))["response"]
     assert response["status"] == "completed"

@@ -15,11 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import redis.asyncio
 
 from chat_server.app import run_app
 from chat_server.engine.simulated import SimulatedOptions, SimulatedServer, simulated_server
 from chat_server.settings import EngineAddress, Secret, Settings
 from chat_server.store.embedded import EmbeddedValkey
+from chat_server.store.keys import session_keys
 from tests.support import ws
 
 #: Quick enough for a test, slow enough that an answer comes in many pieces.
@@ -51,6 +53,14 @@ class RunningServer:
     def connect(self, **query: Any) -> AbstractAsyncContextManager[ws.WsClient]:
         """A WebSocket client on ``/v1/realtime`` with this query; arguments as for ``ws.connect``."""
         return ws.connect(self.ws_url, **query)
+
+    async def owner(self, session_id: str, other_than: bytes = b"") -> bytes:
+        """The replica that makes the session's answer, as the store has it; waits until somebody else does."""
+        async with asyncio.timeout(READY_S), redis.asyncio.Redis.from_url(self.redis_url) as store:
+            key = next(key for key in session_keys(session_id) if key.endswith(":response"))
+            while (replica := await store.hget(key, "replica") or b"") in (b"", other_than):
+                await asyncio.sleep(0.02)
+            return bytes(replica)
 
     async def start(self) -> None:
         """Start and wait until it is ready; after ``stop`` on the same port, with the same store and engines."""
