@@ -54,13 +54,16 @@ class RunningServer:
         """A WebSocket client on ``/v1/realtime`` with this query; arguments as for ``ws.connect``."""
         return ws.connect(self.ws_url, **query)
 
-    async def owner(self, session_id: str, other_than: bytes = b"") -> bytes:
+    def _raw(self) -> redis.asyncio.Redis:
+        return redis.asyncio.Redis.from_url(self.redis_url, decode_responses=True)
+
+    async def owner(self, session_id: str, other_than: str = "") -> str:
         """The replica that makes the session's answer, as the store has it; waits until somebody else does."""
-        async with asyncio.timeout(READY_S), redis.asyncio.Redis.from_url(self.redis_url) as store:
+        async with asyncio.timeout(READY_S), self._raw() as store:
             key = next(key for key in session_keys(session_id) if key.endswith(":response"))
-            while (replica := await store.hget(key, "replica") or b"") in (b"", other_than):
+            while (replica := str(await store.hget(key, "replica") or "")) in ("", other_than):
                 await asyncio.sleep(0.02)
-            return bytes(replica)
+            return replica
 
     async def start(self) -> None:
         """Start and wait until it is ready; after ``stop`` on the same port, with the same store and engines."""
