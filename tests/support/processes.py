@@ -71,5 +71,8 @@ def holder_of(client: tuple[str, int], server: tuple[str, int], among: set[int])
 
 
 def command_line(pid: int) -> str:
-    """As ``ps`` shows it to everybody."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    """As ``ps`` shows it to everybody; of a process that has ended meanwhile there is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
