@@ -129,7 +129,8 @@ class Answers:
         async def ended(message: bytes) -> None:
             change = await self._hub.apply_own(live, message)
             assert isinstance(change, ResponseEnded), "it is the end"
-            if live.known == change.version:  # else somebody changed what we do not know
+            # Else somebody changed what we do not know, or the turn was left and its items are not here any more.
+            if live.known == change.version and live.conversation is not None:
                 self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
             self._release(live, turn)
             if change.next is not None:
