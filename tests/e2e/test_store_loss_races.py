@@ -6,7 +6,8 @@ Who looks first at what was lost is a matter of chance; here the tests say when 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from chat_server.answers import Answers
 from chat_server.engine.simulated import answer_for
 from chat_server.settings import Secret
 from chat_server.store.embedded import EmbeddedValkey
-from tests.support.copies import copies_of
+from tests.support.copies import Copies, copies_of
 from tests.support.proxy import proxy_to
 from tests.support.server import QUICK, RunningServer, running_server, two_replicas
 from tests.support.ws import WsClient
@@ -48,6 +49,20 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
     monkeypatch.setattr(Answers, "check_kept", noted)
     return look
+
+
+@asynccontextmanager
+async def two_tabs(
+    folder: Path,
+) -> AsyncIterator[tuple[RunningServer, RunningServer, WsClient, WsClient, Copies]]:
+    """Two replicas, a connection to each of them, in the same session, and copies of that."""
+    async with (
+        two_replicas(folder, simulated=SLOW) as (first, second),
+        first.connect(extensions=1) as one,
+        second.connect(session_id=one.session["id"], extensions=1) as two,
+        copies_of(first.redis_url, one.session["id"]) as copies,
+    ):
+        yield first, second, one, two, copies
 
 
 async def start(client: WsClient, deltas: int, **fields: Any) -> None:
@@ -106,12 +121,7 @@ async def test_an_end_that_was_lost_while_the_store_was_away_is_written_again(
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_who_knows_more_has_the_last_word(tmp_path: Path, looks: Looks, order: tuple[int, int]) -> None:
     """One replica knows the end of an answer that was lost, the other one the next answer, which it makes."""
-    async with (
-        two_replicas(tmp_path, simulated=SLOW) as (first, second),
-        first.connect(extensions=1) as one,
-        second.connect(session_id=one.session["id"], extensions=1) as two,
-        copies_of(first.redis_url, one.session["id"]) as copies,
-    ):
+    async with two_tabs(tmp_path) as (first, second, one, two, copies):
         await start(one, 10)
         copy = await copies.take()
         await done(one)
@@ -127,12 +137,7 @@ async def test_who_knows_more_has_the_last_word(tmp_path: Path, looks: Looks, or
 
 async def test_an_end_does_not_hide_what_was_lost_before_it(tmp_path: Path, looks: Looks) -> None:
     """The queued answer, which its asker was told of, is made when the running one has ended."""
-    async with (
-        two_replicas(tmp_path, simulated=SLOW) as (first, second),
-        first.connect(extensions=1) as one,
-        second.connect(session_id=one.session["id"], extensions=1) as two,
-        copies_of(first.redis_url, one.session["id"]) as copies,
-    ):
+    async with two_tabs(tmp_path) as (_, second, one, two, copies):
         await start(one, 10)
         copy = await copies.take()
         await start(one, 0, if_active="queue")
@@ -179,17 +184,20 @@ async def test_what_was_said_where_the_maker_did_not_listen_stays(tmp_path: Path
             assert await history(second, one) == [LONG, WHOLE, "By the way."]
 
 
-async def test_nobody_reads_what_the_store_lost_over_what_is_made(tmp_path: Path, looks: Looks) -> None:
-    """Who comes back to an answer that the store lost waits until its maker has written it again."""
+async def test_who_comes_back_to_an_answer_that_the_store_lost_gets_the_whole_of_it(
+    tmp_path: Path, looks: Looks
+) -> None:
+    """A commit finds out that it was lost, with nobody there, and it is written again."""
     async with two_replicas(tmp_path, simulated=SLOW) as (first, _):
-        async with first.connect(extensions=1) as one:
-            async with copies_of(first.redis_url, one.session["id"]) as copies:
-                copy = await copies.take()
-                await start(one, 10)
-            await asyncio.sleep(0)
-        async with copies_of(first.redis_url, one.session["id"]) as copies:
+        async with (
+            first.connect(extensions=1) as one,
+            copies_of(first.redis_url, one.session["id"]) as copies,
+        ):
+            copy = await copies.take()
+            await start(one, 10)
+            await one.connection.close()
             await copies.put_back(copy)
-        await asyncio.sleep(0.3)  # a commit finds out, and writes again
+        await asyncio.sleep(0.3)
         async with first.connect(session_id=one.session["id"], extensions=1) as again:
             response = await done(again)
             assert again.texts[response["output"][0]["id"]] == WHOLE

@@ -54,12 +54,12 @@ class RunningServer:
         """A WebSocket client on ``/v1/realtime`` with this query; arguments as for ``ws.connect``."""
         return ws.connect(self.ws_url, **query)
 
-    def _raw(self) -> redis.asyncio.Redis:
-        return redis.asyncio.Redis.from_url(self.redis_url, decode_responses=True)
-
     async def owner(self, session_id: str, other_than: str = "") -> str:
         """The replica that makes the session's answer, as the store has it; waits until somebody else does."""
-        async with asyncio.timeout(READY_S), self._raw() as store:
+        async with (
+            asyncio.timeout(READY_S),
+            redis.asyncio.Redis.from_url(self.redis_url, decode_responses=True) as store,
+        ):
             key = next(key for key in session_keys(session_id) if key.endswith(":response"))
             while (replica := str(await store.hget(key, "replica") or "")) in ("", other_than):
                 await asyncio.sleep(0.02)

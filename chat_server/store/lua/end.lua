@@ -37,8 +37,8 @@ register('answer', function(keys, args)
 end)
 
 -- Wish the running response stopped, with its text cut; a queued one is at its end at once.
--- ARGV: session id, ttl ms, empty ttl ms, replica, response id, cut, the version that the caller knows. Returns the cut that
--- counts, or the message.
+-- ARGV: session id, ttl ms, empty ttl ms, replica, response id, cut, the version that the caller knows.
+-- Returns the cut that counts, or the message.
 register('cancel', function(keys, args)
   if is_behind(keys, args[7]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'q_id')

@@ -50,8 +50,8 @@ register('attempt', function(keys, args)
   return {'ok', message}
 end)
 
--- Leave a response to whoever takes it. ARGV: session id, ttl ms, empty ttl ms, replica, token, new token (nobody's), the
--- version that the caller knows.
+-- Leave a response to whoever takes it. ARGV: session id, ttl ms, empty ttl ms, replica, token, new token (nobody's),
+-- the version that the caller knows.
 register('hand_over', function(keys, args)
   if is_behind(keys, args[7]) then return {'behind'} end
   local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message')
