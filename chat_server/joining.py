@@ -70,7 +70,7 @@ async def _read(
     deadline = time.monotonic() + _PATIENCE_S
     patient_until = time.monotonic() + _BEHIND_S
     while time.monotonic() < deadline:
-        if held is not None and _may_be_behind(live, held) and (time.monotonic() < patient_until or _awaits(live)):
+        if held is not None and _may_be_behind(live, held) and (time.monotonic() < patient_until or _is_unsure(live)):
             await asyncio.sleep(_LOOK_S)
             continue
         version = live.version
@@ -108,9 +108,9 @@ def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:
     )
 
 
-def _awaits(live: LiveSession) -> bool:
-    """Whether the answer is made here and the store has not said yet what it holds of it."""
-    return live.response is not None and live.response.in_flight
+def _is_unsure(live: LiveSession) -> bool:
+    """Whether the store has not said yet what it holds of an answer made here, or a message is missing of another's."""
+    return bool(live.held) or (live.response is not None and live.response.in_flight)
 
 
 def no_session(session_id: str) -> ClientError:

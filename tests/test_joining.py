@@ -6,12 +6,23 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
+from chat_server import joining
+from chat_server.core.items import SessionSettings
+from chat_server.core.principal import LOCAL
+from chat_server.core.response import ResumePoint
+from chat_server.edge.outbox import Outbox
 from chat_server.engine.simulated import answer_for
+from chat_server.live import Gap, LiveSession
+from chat_server.store.messages import Text
+from chat_server.store.replies import RunningState, SessionState
+from tests.core.answers import EPOCH, begun
+from tests.edge.sockets import FakeSocket
 from tests.support import ws
 from tests.support.server import QUICK, RunningServer, two_replicas
 
@@ -229,3 +240,21 @@ async def test_a_resume_point_that_is_none_is_refused(
             query = {**query, "session_id": client.session["id"]}
     refusal = await ws.refused(replicas[0].ws_url, **query)
     assert (refusal.status, refusal.error["param"]) == (400, param)
+
+
+async def test_nothing_is_taken_back_while_a_message_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has more of an answer than this replica, which waits for text that was lost: it is sent elsewhere."""
+    monkeypatch.setattr(joining, "_BEHIND_S", 0.02)
+    monkeypatch.setattr(joining, "_PATIENCE_S", 0.1)
+    asked = begun()
+    live = LiveSession("sess_1")
+    running = RunningState(asked, "item_1", "token_1", "replica_1", "One")
+    live.load(SessionState(LOCAL, 0, "m", SessionSettings(), 10, 1, running))
+    live.take(Text("sess_1", asked.id, EPOCH, 8, " three", 6))
+    socket = FakeSocket()
+    connection = SimpleNamespace(outbox=Outbox(socket, extensions=True, heartbeat_s=15, send_timeout_s=10, now=0.0))
+    held = ResumePoint(asked.id, EPOCH, 14)
+    with pytest.raises(Gap):
+        await joining.join(cast("Any", None), live, cast("Any", connection), resumed=True, history=None, held=held)
+    assert not live.connections
+    assert not socket.frames
