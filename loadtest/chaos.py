@@ -25,9 +25,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from loadtest.chaos_audit import Audit
 from loadtest.chaos_cancel import measure
 from loadtest.chaos_client import Scene
-from loadtest.chaos_fates import Conductor, Fates
-from loadtest.chaos_plan import Pool, Wanted
-from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, Failure, Tally, show
+from loadtest.chaos_fates import Conductor
+from loadtest.chaos_plan import Fates, Pool, Wanted
+from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, TURNS, Demand, Failure, Tally, conclude, show
 from loadtest.chaos_talk import Talk
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import WorldError, world
@@ -145,7 +145,7 @@ async def _progress(tally: Tally, pool: Pool, title: str, console: Console) -> A
         async def update() -> None:
             while True:
                 failures = f", [red]{len(tally.failures)} violations[/]" if tally.failures else ""
-                seen = f"{tally.counts['turns']} turns, {sum(tally.cuts.values())} cuts{failures}"
+                seen = f"{tally.counts[TURNS]} turns, {sum(tally.cuts.values())} cuts{failures}"
                 progress.update(bar, completed=pool.progress, seen=seen)
                 await asyncio.sleep(0.2)
 
@@ -214,8 +214,9 @@ COUNT = click.IntRange(0)
 @click.option("--tokens-per-s", default=100.0, type=click.FloatRange(1), help="Speed of one answer.")
 @click.option("--words", default=110, type=click.IntRange(20), help="Words of an answer.")
 @click.option("--vllm", metavar="URL", help="A vLLM server with nothing else to do: its cancels are measured too.")
+@click.option("--strict", is_flag=True, help="A latency over its limit breaks the run too.")
 @click.option("--seed", type=int, help="Draws the faults; a failed run tells its own.  [default: a random one]")
-def main(mode: str, seed: int | None, vllm: str | None, **values: Any) -> None:
+def main(mode: str, seed: int | None, vllm: str | None, strict: bool, **values: Any) -> None:
     """Break sockets, replicas and the store while clients talk, and judge every event that reaches them.
 
     Each client applies the protocol's offset rule and checks the order of events, that nothing is told before it is
@@ -228,7 +229,8 @@ def main(mode: str, seed: int | None, vllm: str | None, **values: Any) -> None:
     python -m loadtest.chaos --mode vary --cuts 0 --kills 10 --storms 0
 
     The exit status is 1 if anything was lost, repeated, mixed or wrong, an engine was left at work, an answer has no
-    end or two, or a session is stuck; 2 if the system did not come up.
+    end or two, a session is stuck, or a fault that was wanted was not made; 2 if the system did not come up; 130 if the
+    run was stopped by Ctrl-C, which is no verdict.
     """
     console = Console()
     seed = random.randrange(10**6) if seed is None else seed
@@ -251,9 +253,12 @@ def main(mode: str, seed: int | None, vllm: str | None, **values: Any) -> None:
         console.print(f"[red]{error}[/]")
         sys.exit(2)
     except KeyboardInterrupt:
-        console.print("Stopped; so far:")
-    show(tally, console, seed=seed, seconds=time.monotonic() - started)
-    sys.exit(0 if tally.holds else 1)
+        show(tally, console)
+        console.print(f"Stopped before its end: no verdict. Seed {seed}.")
+        sys.exit(130)
+    show(tally, console)
+    held = conclude(tally, console, Demand(wanted, fates, strict), seed=seed, seconds=time.monotonic() - started)
+    sys.exit(0 if held else 1)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import aiohttp
 
 from loadtest.chaos_client import Scene
 from loadtest.chaos_model import Asked
-from loadtest.chaos_plan import Pool
-from loadtest.chaos_report import STOP
+from loadtest.chaos_plan import Fates, Pool
+from loadtest.chaos_report import DOUBLES, KILLS, LOSSES, RESTARTS, ROLLS, STOP, STORMS
 from loadtest.chaos_talk import Talk
 from loadtest.chaos_world import GRACE_S, LOST_S, Replica
 
@@ -27,18 +26,6 @@ SETTLE_S = 2.0
 MOST_DOWN_S = 1.5
 #: seconds in which an answer must be under way that a kill can hit.
 BUSY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fates:
-    """How many of each."""
-
-    kills: int = 0
-    rolls: int = 0
-    redis_restarts: int = 0
-    redis_losses: int = 0
-    double_faults: int = 0
-    storms: int = 0
 
 
 class Conductor:
@@ -100,10 +87,11 @@ class Conductor:
     async def _kill(self) -> None:
         """``kill -9`` one replica, and start it again on its port."""
         scene, world = self._scene, self._scene.world
-        replica = self._choose.choice(world.replicas)
         running = [(talk, answer) for talk in self._talks if (answer := talk.answer) is not None and not answer.status]
         owners = await asyncio.gather(*(scene.audit.owner(talk.session_id, answer.id) for talk, answer in running))
-        self._begin("replicas killed")
+        hit = {owner for (_, answer), owner in zip(running, owners, strict=True) if answer.in_the_middle}
+        replica = self._choose.choice([one for one in world.replicas if one.id in hit] or world.replicas)
+        self._begin(KILLS)
         at = await self._kill_now(replica)
         for (talk, answer), owner in zip(running, owners, strict=True):
             if owner == replica.id and not answer.status and talk.answer is answer:
@@ -127,6 +115,7 @@ class Conductor:
             scene.tally.latencies[STOP].append(took)
             await world.start_replica(replica, self._http)
             await self._settle(SETTLE_S)
+        scene.tally.counts[ROLLS] += 1
 
     async def _note_moves(self) -> None:
         """While a replica leaves its answers to others, each answer may be made once more, also one that begins now."""
@@ -146,7 +135,7 @@ class Conductor:
     async def _restart(self) -> None:
         """Restart the store; nothing is lost."""
         scene = self._scene
-        self._begin("Redis restarts")
+        self._begin(RESTARTS)
         scene.restarting, scene.back_at = True, None
         for talk in self._talks:
             talk.store_went()
@@ -156,7 +145,7 @@ class Conductor:
 
     async def _lose(self) -> None:
         """Restart the store; its last second is lost."""
-        self._begin("Redis restarts that lost the last second")
+        self._begin(LOSSES)
         self._scene.loss = True
         for talk in self._talks:
             talk.lost_data(double_fault=False)
@@ -167,7 +156,7 @@ class Conductor:
         """The store loses its last second, and a replica is killed in the same moment."""
         scene, world = self._scene, self._scene.world
         replica = self._choose.choice(world.replicas)
-        self._begin("double faults: a replica killed, and the last second lost")
+        self._begin(DOUBLES)
         scene.loss = True
         for talk in self._talks:
             talk.lost_data(double_fault=True)
@@ -179,7 +168,7 @@ class Conductor:
 
     async def _storm(self) -> None:
         """All sockets of all clients are reset at once, and all come back."""
-        self._begin("storms: all sockets cut at once")
+        self._begin(STORMS)
         for talk in self._talks:
             talk.cut_now()
         await self._settle(0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 #: What the client sees of its answer when a fault strikes.
@@ -54,7 +54,7 @@ Strike = Cut | Stop | Again
 
 @dataclass
 class TurnPlan:
-    """What befalls one turn. ``due`` hands the strikes out; those left over go back to the pool."""
+    """What befalls one turn. ``due`` hands the strikes out; those left over go back to the pool, as does a reader."""
 
     strikes: list[Strike] = field(default_factory=list)
     reader: Pace | None = None
@@ -73,9 +73,21 @@ class TurnPlan:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """What befalls the system: how many of each."""
+
+    kills: int = 0
+    rolls: int = 0
+    redis_restarts: int = 0
+    redis_losses: int = 0
+    double_faults: int = 0
+    storms: int = 0
+
+
 @dataclass
 class Wanted:
-    """How many of each kind of fault; each connection of a storm is a cut of its own."""
+    """What befalls the turns: how many of each; each connection of a client's own storm is a cut of its own."""
 
     cuts: int
     cancels: int
@@ -88,7 +100,8 @@ class Pool:
     """The faults that are still to be made, over all clients."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self.left = wanted
+        self.left = replace(wanted)
+        self._places: list[State] = []
         # A turn has 1.7 cuts on average; the other kinds are spread over the same turns.
         self.expected_turns = max(round(wanted.cuts / 1.7), round(wanted.cancels * 1.3), wanted.duplicates, 1)
         self._turns = 0
@@ -117,7 +130,7 @@ class Pool:
         left, plan = self.left, TurnPlan()
         most = min(choose.choice((0, 1, 1, 2, 2, 2, 4)) or (0 if turns_left > 1 else 1), left.cuts)
         while most > 0:
-            cut = _cut(choose, most - 1)
+            cut = _cut(choose, self._place(choose), most - 1)
             plan.strikes.append(cut)
             most -= 1 + cut.storm
             left.cuts -= 1 + cut.storm
@@ -142,20 +155,26 @@ class Pool:
             match strike:
                 case Cut():
                     self.left.cuts += 1 + strike.storm
+                    self._places.append(strike.state)
                 case Stop():
                     self.left.cancels += 1
                 case Again():
                     self.left.duplicates += 1
         plan.strikes.clear()
+        if plan.reader is not None:
+            setattr(self.left, plan.reader, getattr(self.left, plan.reader) + 1)
+            plan.reader = None
+
+    def _place(self, choose: random.Random) -> State:
+        """Dealt from a deck, to which a cut that was not made comes back: else those in mid-answer would be too few."""
+        if not self._places:
+            self._places = [state for state, share in PLACES.items() for _ in range(share)]
+            choose.shuffle(self._places)
+        return self._places.pop()
 
 
-def _place(choose: random.Random) -> tuple[State, int]:
-    [state] = choose.choices(list(PLACES), list(PLACES.values()))
-    return state, choose.randrange(1, MOST_TEXT) if state == "text" else 0
-
-
-def _cut(choose: random.Random, most_storm: int) -> Cut:
-    state, at = _place(choose)
+def _cut(choose: random.Random, state: State, most_storm: int) -> Cut:
+    at = choose.randrange(1, MOST_TEXT) if state == "text" else 0
     # Now and then so long that the answer ends meanwhile.
     away_s = choose.choice((0.0, 0.0, choose.uniform(0, 0.3), choose.uniform(0.3, 1.5), choose.uniform(2, 5)))
     storm = min(choose.randrange(2, 6), most_storm) if choose.random() < 0.1 else 0

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from loadtest.chaos_model import FROM_BEFORE, GOES_ON, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS
+from loadtest.chaos_plan import Fates, Pace, Wanted
 from loadtest.chaos_texts import Violation
+
+#: What is counted of the faults that were made; some say more behind a comma.
+CANCELS = "cancels"
+DUPLICATES = "duplicate sends"
+READERS: dict[Pace, str] = {"slow": "windows that read slowly", "frozen": "windows that stop reading for seconds"}
+KILLS = "replicas killed"
+ROLLS = "rolling restarts"
+RESTARTS = "Redis restarts"
+LOSSES = "Redis restarts that lost the last second"
+DOUBLES = "double faults: a replica killed, and the last second lost"
+STORMS = "storms: all sockets cut at once"
+#: Cuts that are not among the wanted ones.
+IN_A_STORM = "in a storm over all clients"
+UNHEARD = "unheard, after a loss"
 
 CANCEL_SAME = "cancel sent -> engine idle, same replica"
 CANCEL_ACROSS = "cancel sent -> engine idle, across replicas"
+AFTER_DONE = "stopped answer: its end told -> engine idle"
 RESUME = "reconnect -> first missing text"
 FIRST_TEXT = "asked -> first text"
 TAKE_OVER = "kill -9 of its replica -> next text"
@@ -25,11 +41,37 @@ STOP = "SIGTERM -> a replica has ended"
 LIMITS: dict[str, tuple[float, float]] = {
     CANCEL_SAME: (0.99, 0.25),
     CANCEL_ACROSS: (0.99, 0.5),
+    AFTER_DONE: (0.99, 0.05),
     RESUME: (0.95, 0.2),
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
     STOP: (1.0, 6.0),
 }
+#: what is wanted -> its count
+MADE: dict[str, str] = {
+    "cancels": CANCELS,
+    "duplicates": DUPLICATES,
+    "slow": READERS["slow"],
+    "frozen": READERS["frozen"],
+    "kills": KILLS,
+    "rolls": ROLLS,
+    "redis_restarts": RESTARTS,
+    "redis_losses": LOSSES,
+    "double_faults": DOUBLES,
+    "storms": STORMS,
+}
+#: latency -> (the fault that it needs, from how many of them on it must have been measured: few may miss it by chance)
+MEASURED = {
+    CANCEL_SAME: ("cancels", 20),
+    CANCEL_ACROSS: ("cancels", 20),
+    RESUME: ("cuts", 20),
+    TAKE_OVER: ("kills", 1),
+    RESTART_PAUSE: ("redis_restarts", 1),
+    STOP: ("rolls", 1),
+}
+#: of the wanted cuts, the part that must be in mid-answer.
+IN_THE_MIDDLE = 0.6
+TURNS = "turns"
 #: counts that are told also if they are 0.
 ALWAYS = (GOES_ON, FROM_BEFORE, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS)
 #: violations that are shown with their events.
@@ -63,10 +105,53 @@ class Tally:
         resumes = self.counts[GOES_ON] + self.counts[FROM_BEFORE]
         return self.counts[GOES_ON] / resumes if resumes else 1.0
 
+    def made(self, wanted: str) -> int:
+        """How many faults of a kind were made."""
+        if wanted == "cuts":
+            return sum(self._own_cuts().values())
+        return sum(n for name, n in self.counts.items() if name == MADE[wanted] or name.startswith(f"{MADE[wanted]}, "))
+
     @property
-    def holds(self) -> bool:
-        """Whether every guarantee held. Latencies are told beside it: they depend on the machine."""
-        return not self.failures and self.went_on >= WENT_ON
+    def in_the_middle(self) -> float:
+        """The part of the wanted cuts that were in mid-answer."""
+        cuts = self._own_cuts()
+        middle = sum(count for state, count in cuts.items() if state.endswith("text"))
+        return middle / sum(cuts.values()) if cuts else 1.0
+
+    def _own_cuts(self) -> dict[str, int]:
+        return {state: n for state, n in self.cuts.items() if not state.startswith((IN_A_STORM, UNHEARD))}
+
+    @property
+    def over(self) -> list[str]:
+        """The latencies that are over their limit."""
+        return [name for name, values in self.latencies.items() if _is_over(name, values)]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a run must have made before it proves anything. ``strict``: latencies decide too."""
+
+    wanted: Wanted
+    fates: Fates
+    strict: bool = False
+
+
+def why_broken(tally: Tally, demand: Demand) -> list[str]:
+    """Why the run does not show that every guarantee holds; nothing if it does."""
+    kinds = Counter(failure.violation.kind for failure in tally.failures)
+    why = [f"{count} {kind}" for kind, count in kinds.items()]
+    if tally.went_on < WENT_ON:
+        why.append(f"{tally.went_on:.1%} of the resumes went on")
+    if not tally.counts[TURNS]:
+        why.append("no turn came to its end")
+    wants = asdict(demand.wanted) | asdict(demand.fates)
+    why += [f"{made} of {count} {name}" for name, count in wants.items() if (made := tally.made(name)) < count]
+    if tally.in_the_middle < IN_THE_MIDDLE:
+        why.append(f"{tally.in_the_middle:.0%} of the cuts in mid-answer")
+    for name, (fault, least) in MEASURED.items():
+        if wants[fault] >= least and not tally.latencies.get(name):
+            why.append(f"never measured: {name}")
+    return why + [f"over its limit: {name}" for name in tally.over if demand.strict]
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -75,8 +160,13 @@ def percentile(values: list[float], part: float) -> float:
     return ranked[max(math.ceil(part * len(ranked)) - 1, 0)]
 
 
-def show(tally: Tally, console: Console, *, seed: int, seconds: float) -> None:
-    """Print all of it; first what went wrong, one of each kind at least, so that the verdict stands last."""
+def _is_over(name: str, values: list[float]) -> bool:
+    part, most = LIMITS.get(name, (1.0, math.inf))
+    return bool(values) and percentile(values, part) > most
+
+
+def show(tally: Tally, console: Console) -> None:
+    """Print all of it; first what went wrong, one of each kind at least."""
     kinds = Counter(failure.violation.kind for failure in tally.failures)
     shown = [next(f for f in tally.failures if f.violation.kind == kind) for kind in kinds]
     shown += [failure for failure in tally.failures if failure not in shown][: max(MOST_SHOWN - len(shown), 0)]
@@ -88,14 +178,22 @@ def show(tally: Tally, console: Console, *, seed: int, seconds: float) -> None:
         console.print(f"... and {len(tally.failures) - len(shown)} more.")
     console.print(_counts(tally))
     console.print(_latencies(tally))
-    if tally.holds:
-        console.print(
-            f"[bold green]Every guarantee held[/] in {seconds:.0f} s: nothing lost, repeated, mixed or wrong, "
-            f"no orphan, every answer ended once, {tally.went_on:.1%} of the resumes went on. Seed {seed}."
-        )
-    else:
-        broken = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or f"{tally.went_on:.1%} resumes went on"
-        console.print(f"[bold red]Broken[/]: {broken}. Repeat it with --seed {seed}.")
+
+
+def conclude(tally: Tally, console: Console, demand: Demand, *, seed: int, seconds: float) -> bool:
+    """Print the verdict; whether every guarantee held."""
+    if why := why_broken(tally, demand):
+        console.print(f"[bold red]Broken[/]: {'; '.join(why)}. Repeat it with --seed {seed}.")
+        return False
+    # Without ``strict`` they are told beside the verdict: they depend on the machine.
+    over = (
+        f"[bold yellow]{len(tally.over)} latencies over their limit[/]" if tally.over else "no latency over its limit"
+    )
+    console.print(
+        f"[bold green]Every guarantee held[/] in {seconds:.0f} s: nothing lost, repeated, mixed or wrong, no orphan, "
+        f"every answer ended once, {tally.went_on:.1%} of the resumes went on; {over}. Seed {seed}."
+    )
+    return True
 
 
 def _counts(tally: Tally) -> Table:
@@ -117,8 +215,7 @@ def _latencies(tally: Tally) -> Table:
         limit = ""
         if name in LIMITS:
             part, most = LIMITS[name]
-            over = percentile(values, part) > most
             which = "all" if part == 1.0 else f"p{part * 100:.0f}"
-            limit = f"{which} < {most * 1000:.0f}" + (" [red]over[/]" if over else " [green]ok[/]")
+            limit = f"{which} < {most * 1000:.0f}" + (" [red]over[/]" if _is_over(name, values) else " [green]ok[/]")
         table.add_row(name, str(len(values)), *cells, limit)
     return table

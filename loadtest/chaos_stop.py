@@ -6,19 +6,28 @@ import asyncio
 import time
 
 from loadtest.chaos_client import Client, Scene
+from loadtest.chaos_line import Line
 from loadtest.chaos_model import Answer, Asked
-from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME
+from loadtest.chaos_report import AFTER_DONE, CANCEL_ACROSS, CANCEL_SAME
 from loadtest.chaos_texts import Violation
 
 #: seconds in which a cancelled answer must leave its engine.
 IDLE_S = 15.0
+#: seconds after its stop was sent in which an answer may still come to its own end: it was on its way.
+IGNORED_S = 1.0
+#: seconds from the told end of a stopped answer to the engine without it. The stream is closed before that is told; the
+#: rest is what the engine needs to notice, and we to look.
+CLOSED_S = 0.25
 
 
 class Stopping:
-    """``begin`` once, ``send`` again on a new connection, ``check`` when the answer has ended."""
+    """``begin`` once, ``send`` again on a new connection; ``judge_end`` and ``check`` when the answer has ended."""
 
-    def __init__(self, scene: Scene, asked: Asked, answer: Answer | None, seen: float | None) -> None:
-        """``seen``: the part of what is held now that the person has seen; None: left to the server."""
+    def __init__(
+        self, scene: Scene, asked: Asked, answer: Answer | None, seen: float | None, *, certain: bool = True
+    ) -> None:
+        """``seen``: the part of what is held now that the person has seen; None: left to the server. ``certain``: the
+        server can not miss it, for it was told of the answer, or asked for it on the same connection just now."""
         self._scene = scene
         self._asked = asked
         self._answer = answer
@@ -27,7 +36,10 @@ class Stopping:
             self._fields["response_id"] = answer.id
         if seen is not None:
             self._fields["seen"] = round(seen * len(answer.text)) if answer is not None else 0
-        self._sent_at, self._which = 0.0, CANCEL_ACROSS
+        self._certain = certain
+        self._begun_at, self._which = 0.0, CANCEL_ACROSS
+        #: the last time that it was sent: when, by whom and on which connection
+        self._sent: tuple[float, Client, Line | None] | None = None
         self._gone: asyncio.Task[float | None] | None = None
 
     async def begin(self, client: Client) -> None:
@@ -37,7 +49,7 @@ class Stopping:
             owner = await self._scene.audit.owner(client.session_id, answer.id)
             if client.place is not None and client.place.id == owner:
                 self._which = CANCEL_SAME
-        self._sent_at = time.monotonic()
+        self._begun_at = time.monotonic()
         await self.send(client)
         if answer is not None:
             self._gone = asyncio.create_task(self._scene.audit.until_gone(answer.id, IDLE_S))
@@ -49,17 +61,35 @@ class Stopping:
         # Without ``seen``: what was sent to that connection, which is at least what arrived.
         cut = (seen, seen) if isinstance(seen, int) else (len(told.text) if told else 0, None)
         self._asked.stops.append(cut)
+        self._sent = time.monotonic(), client, client.line
         await client.send("response.cancel", **self._fields)
 
+    def judge_end(self, answer: Answer) -> None:
+        """Unless something befell the stop or the answer, it did not go on for long. Raises Violation."""
+        if answer.status != "completed" or self._sent is None or not self._certain:
+            return
+        sent_at, client, line = self._sent
+        broken = line is None or client.line is not line
+        befell = self._scene.shaken_at >= sent_at or self._asked.kills or self._asked.loss
+        another = self._answer is not None and self._answer.id != answer.id
+        after = self._scene.audit.ended.get(answer.id, sent_at) - sent_at
+        if not (broken or befell or another) and after > IGNORED_S:
+            raise Violation("end", f"the stop of {answer.id} was ignored: {after:.1f} s later it ended completed")
+
     async def check(self, answer: Answer) -> None:
-        """The answer that ended has left its engine, and how soon. Raises Violation."""
+        """The answer that ended has left its engine: before its end was told, if it was stopped. Raises Violation."""
         if self._gone is None:
             return
         gone = await self._gone
         if gone is None:
             raise Violation("orphan", f"{answer.id} did not leave its engine within {IDLE_S:.0f} s of its cancel")
-        if answer.status == "cancelled" and self._scene.shaken_at < self._sent_at:
-            self._scene.tally.latencies[self._which].append(gone - self._sent_at)
+        if answer.status != "cancelled" or self._scene.shaken_at >= self._begun_at:
+            return
+        latencies, after = self._scene.tally.latencies, max(gone - self._scene.audit.ended[answer.id], 0.0)
+        latencies[self._which].append(gone - self._begun_at)
+        latencies[AFTER_DONE].append(after)
+        if after > CLOSED_S:
+            raise Violation("orphan", f"{answer.id} was on its engine for {after:.2f} s after its end was told")
 
     def close(self) -> None:
         if self._gone is not None:

@@ -11,7 +11,18 @@ from loadtest.chaos_checks import check_history, check_store, eventually
 from loadtest.chaos_client import Client, Scene, SessionGone
 from loadtest.chaos_model import DELTA, Answer, Asked, Event
 from loadtest.chaos_plan import Again, Cut, Pool, State, Stop, Strike, TurnPlan
-from loadtest.chaos_report import FIRST_TEXT, RESTART_PAUSE, TAKE_OVER, Failure
+from loadtest.chaos_report import (
+    CANCELS,
+    DUPLICATES,
+    FIRST_TEXT,
+    IN_A_STORM,
+    READERS,
+    RESTART_PAUSE,
+    TAKE_OVER,
+    TURNS,
+    UNHEARD,
+    Failure,
+)
 from loadtest.chaos_stop import Stopping
 from loadtest.chaos_tab import Tab
 from loadtest.chaos_texts import Violation, check_same
@@ -71,7 +82,7 @@ class Talk:
                 try:
                     async with asyncio.timeout(TURN_S):
                         await self._turn(plan)
-                    self._scene.tally.counts["turns"] += 1
+                    self._scene.tally.counts[TURNS] += 1
                 except SessionGone:
                     if self._was_held:
                         await self._fail(
@@ -144,7 +155,7 @@ class Talk:
     def cut_now(self) -> None:
         """Break the connection, whatever it is doing."""
         if self.client.line is not None:
-            self._cut("in a storm over all clients, " + self._state())
+            self._cut(f"{IN_A_STORM}, {self._state()}")
 
     # --- one turn
 
@@ -166,6 +177,8 @@ class Talk:
             await self._next()
         answer = self.answer
         assert answer is not None, "it is over"
+        if self._stopping is not None:
+            self._stopping.judge_end(answer)
         # Two cases in which nothing that follows is certain: the first wish for an answer may rightly make one now, at
         # any time; and an end that was told is lost with who could have written it again.
         if (self._may_come_late and not answer.text) or asked.double_fault:
@@ -201,6 +214,9 @@ class Talk:
         )
         self._tab = Tab(client, plan.reader)
         await self._tab.open(place.replica if place is not None else None)
+        if plan.reader is not None:
+            self._scene.tally.counts[READERS[plan.reader]] += 1
+            plan.reader = None  # it is made
 
     async def _ask(self, client: Client | None = None) -> None:
         """Say it and ask for the answer; harmless when done again."""
@@ -264,7 +280,7 @@ class Talk:
                 return await self.client.next()
         except TimeoutError:
             self._scene.tally.counts["answers asked for again after a loss"] += 1
-            self.client.cut("unheard, after a loss")
+            self.client.cut(UNHEARD)
             await self.client.connect(history=True)
             await self._ask()
             return None
@@ -328,7 +344,7 @@ class Talk:
                 await self._stop(strike)
             case Again():
                 other = self._tab.client if strike.where == "across" and self._tab is not None else self.client
-                self._scene.tally.counts[f"duplicate sends, {strike.where} replica, {self._state()}"] += 1
+                self._scene.tally.counts[f"{DUPLICATES}, {strike.where} replica, {self._state()}"] += 1
                 await self._ask(other)
 
     def _cut(self, state: str) -> None:
@@ -363,8 +379,9 @@ class Talk:
         assert self._current is not None, "a turn is under way"
         across = strike.where == "across" and self._tab is not None
         client = self._tab.client if across and self._tab is not None else self.client
-        self._scene.tally.counts[f"cancels, {self._state()}"] += 1
-        self._stopping = Stopping(self._scene, self._current, self.answer, strike.seen)
+        self._scene.tally.counts[f"{CANCELS}, {self._state()}"] += 1
+        certain = self.answer is not None or not (across or self._unconfirmed)
+        self._stopping = Stopping(self._scene, self._current, self.answer, strike.seen, certain=certain)
         await self._stopping.begin(client)
 
     # --- the end of a turn

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import sys
 
 import pytest
 
 from loadtest.chaos import Options, halves
-from loadtest.chaos_fates import Fates
-from loadtest.chaos_plan import Wanted
+from loadtest.chaos_plan import Fates, Wanted
 
 pytestmark = pytest.mark.server
 
@@ -42,6 +43,26 @@ async def test_a_short_run_holds() -> None:
     assert int(cuts[1]) >= 15
     assert re.search(r"answers that ended cancelled\W+[1-9]", told)
     assert re.search(r"resumes in mid-answer: went on from their offset\W+[1-9]", told)
+
+
+@pytest.mark.timeout(60)
+async def test_ctrl_c_is_no_verdict() -> None:
+    """Nobody can take a run that was stopped for one that held; nothing is left running."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadtest.chaos", "--cuts", "1000", *QUICK),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    told = (await process.stdout.readline()).decode()
+    await asyncio.sleep(3.0)
+    process.send_signal(signal.SIGINT)
+    told += (await process.stdout.read()).decode()
+    assert await process.wait() == 130, told
+    assert "no verdict" in told
+    assert "held" not in told
+    assert "Traceback" not in told
 
 
 def test_both_modes_share_the_faults() -> None:

@@ -20,7 +20,8 @@ from loadtest.chaos_audit import Audit
 from loadtest.chaos_client import Client, Scene
 from loadtest.chaos_line import Line, Lost, Refused, Unreachable
 from loadtest.chaos_model import Asked
-from loadtest.chaos_report import Tally
+from loadtest.chaos_report import AFTER_DONE, CANCEL_SAME, Tally
+from loadtest.chaos_stop import Stopping
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import Process, Replica, World, free_port
 from tests.loadtest.test_chaos_model import CREATED, whole_stream
@@ -154,3 +155,89 @@ async def test_nobody_there_is_no_refusal() -> None:
         with pytest.raises(Refused) as refusal:
             await Line.open(f"ws://127.0.0.1:{port}/v1/realtime", {})
         assert (refusal.value.status, refusal.value.code) == (404, "session_not_found")
+
+
+@pytest.mark.parametrize(
+    ("goes_on_s", "befalls", "kind"),
+    [
+        (0.3, "nothing", "end"),
+        (0.0, "nothing", None),
+        (0.3, "a fault", None),
+        (0.3, "a kill", None),
+        (0.3, "a cut", None),
+    ],
+)
+async def test_a_stop_that_is_ignored_is_seen(
+    goes_on_s: float, befalls: str, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may come to its own end just after its stop, or when a fault befell the stop; else never."""
+    monkeypatch.setattr("loadtest.chaos_stop.IGNORED_S", 0.2)
+    events = whole_stream()
+
+    async def serve(connection: ServerConnection) -> None:
+        for event in events[:10]:
+            await connection.send(orjson.dumps(event).decode())
+        assert b"response.cancel" in await connection.recv(decode=False)
+        await asyncio.sleep(goes_on_s)
+        for event in events[10:]:
+            await connection.send(orjson.dumps(event).decode())
+        await connection.wait_closed()
+
+    async with client_of(serve) as client:
+        await client.connect()
+        for _ in range(10):
+            await client.next()
+        answer = client.reader.answers["resp_1"]
+        assert answer.in_the_middle
+        stopping = Stopping(client.scene, answer.asked, answer, None)
+        await stopping.send(client)
+        if befalls == "a fault":
+            client.scene.shaken_at = time.monotonic()
+        answer.asked.kills = befalls == "a kill"
+        while not answer.status:
+            await client.next()
+        if befalls == "a cut":
+            client.cut("done")
+        found = None
+        try:
+            stopping.judge_end(answer)
+        except Violation as violation:
+            found = violation.kind
+        assert found == kind
+
+
+@pytest.mark.parametrize(("idle_after_s", "kind"), [(-0.1, None), (0.05, None), (0.5, "orphan"), (None, "orphan")])
+async def test_a_stopped_answer_has_left_its_engine_when_its_end_is_told(
+    idle_after_s: float | None, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not much later, and not never: both are measured from the told end."""
+
+    async def owner(_: Audit, session_id: str, response_id: str) -> str:
+        return "replica_1"
+
+    async def until_gone(audit: Audit, response_id: str, timeout_s: float) -> float | None:
+        while response_id not in audit.ended:
+            await asyncio.sleep(0.001)
+        return audit.ended[response_id] + idle_after_s if idle_after_s is not None else None
+
+    monkeypatch.setattr(Audit, "owner", owner)
+    monkeypatch.setattr(Audit, "until_gone", until_gone)
+    async with client_of(telling(whole_stream(cut=6))) as client:
+        await client.connect()
+        while client.reader.answer_to("item_1") is None:
+            await client.next()
+        answer = client.reader.answers["resp_1"]
+        stopping = Stopping(client.scene, answer.asked, answer, None)
+        await stopping.begin(client)
+        answer.asked.stops.append((0, None))
+        while not answer.status:
+            await client.next()
+        stopping.judge_end(answer)
+        found = None
+        try:
+            await stopping.check(answer)
+        except Violation as violation:
+            found = violation.kind
+        assert found == kind
+        measured = [(name, len(values)) for name, values in client.scene.tally.latencies.items()]
+        assert measured == ([(CANCEL_SAME, 1), (AFTER_DONE, 1)] if idle_after_s is not None else [])

@@ -52,6 +52,35 @@ def test_what_was_not_made_is_drawn_again() -> None:
     assert not plan.strikes
 
 
+def test_most_cuts_are_in_mid_answer_also_if_many_were_not_made() -> None:
+    """Those that were drawn for a moment that did not come are drawn again, for such a moment."""
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    pool, choose = Pool(Wanted(cuts=60, cancels=0, duplicates=0, slow=0, frozen=0)), random.Random(seed)
+    made: list[str] = []
+    while (plan := pool.draw(choose)) is not None:
+        for strike in list(plan.strikes):
+            assert isinstance(strike, Cut)
+            if strike.state != "text" or strike.at < 100:
+                plan.strikes.remove(strike)
+                made += [strike.state] * (1 + strike.storm)
+        pool.give_back(plan)
+    assert len(made) == 60
+    assert made.count("text") > 0.6 * len(made)
+
+
+def test_a_reader_that_did_not_come_is_drawn_again() -> None:
+    """Its window may not have been opened."""
+    pool = Pool(Wanted(cuts=0, cancels=0, duplicates=0, slow=0, frozen=1))
+    plan = pool.draw(random.Random(1))
+    assert plan is not None
+    assert plan.reader == "frozen"
+    pool.give_back(plan)
+    again = pool.draw(random.Random(1))
+    assert again is not None
+    assert again.reader == "frozen"
+
+
 def test_turns_follow_while_others_wait() -> None:
     """A replica is killed only while somebody talks."""
     pool = Pool(Wanted(cuts=0, cancels=0, duplicates=0, slow=0, frozen=0))
