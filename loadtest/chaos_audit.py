@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import orjson
@@ -141,12 +141,23 @@ class Audit:
             suspects = now
 
     async def check_idle(self, within_s: float = 10.0) -> None:
-        """No engine works on anything any more. Raises Violation."""
+        """No engine works on anything any more, and the store knows of no answer in the making. Raises Violation."""
         deadline = time.monotonic() + within_s
         while left := await self.on_engines():
             if time.monotonic() > deadline:
                 raise Violation("orphan", f"engines still work on {sorted(left)}")
             await asyncio.sleep(LOOK_S)
+        while unended := await self._unended():
+            if time.monotonic() > deadline:
+                raise Violation("end", f"no end is stored of the answers in {unended}")
+            await asyncio.sleep(LOOK_S)
+
+    async def _unended(self) -> list[str]:
+        """The keys in which the store has answers that run or wait."""
+        sessions = cast("list[bytes]", await self._redis.zrange(keys.RUNNING, 0, -1))
+        responses = self._redis.scan_iter(match=keys.session_keys("*")[3], count=1000)
+        found = [key async for key in responses if any(await self._redis.hmget(key, "id", "q_id"))]
+        return [f"{keys.RUNNING}: {name.decode()}" for name in sessions] + [key.decode() for key in found]
 
 
 def _text(item: dict[str, Any]) -> str:

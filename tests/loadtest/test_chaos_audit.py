@@ -84,6 +84,26 @@ async def test_what_was_told_must_be_stored(store: Valkey, audit: Audit) -> None
         assert violation.value.kind == "told first"
 
 
+async def test_an_answer_without_its_end_is_found(store: Valkey, audit: Audit) -> None:
+    """In the store, when nothing is to be under way any more: running, queued, or left in the list of what runs."""
+    client = redis_asyncio.Redis.from_url(store.url)
+    response = keys.session_keys(SESSION)[3]
+    try:
+        await audit.check_idle()
+        for left in ("id", "q_id"):
+            await client.hset(response, left, "resp_1")
+            with pytest.raises(Violation, match=f"no end .*{SESSION}.:response"):
+                await audit.check_idle(within_s=0.0)
+            await client.delete(response)
+        await client.zadd(keys.RUNNING, {SESSION: 1})
+        with pytest.raises(Violation, match=SESSION):
+            await audit.check_idle(within_s=0.0)
+        await client.zrem(keys.RUNNING, SESSION)
+        await audit.check_idle()
+    finally:
+        await client.aclose()
+
+
 async def test_a_store_that_is_away_is_waited_for(store: Valkey, audit: Audit) -> None:
     """A restart is no violation."""
     await write(store, "Hello", items={})
