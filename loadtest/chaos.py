@@ -219,9 +219,12 @@ COUNT = click.IntRange(0)
 def main(mode: str, seed: int | None, vllm: str | None, strict: bool, **values: Any) -> None:
     """Break sockets, replicas and the store while clients talk, and judge every event that reaches them.
 
-    Each client applies the protocol's offset rule and checks the order of events, that nothing is told before it is
-    stored, that each answer ends once, and after each turn that client, store and other windows hold the same. The
-    engines are watched for requests that nobody waits for.
+    Each client applies the protocol's offset rule and checks the order of events and that each answer ends once. After
+    each turn client and store must hold the same, and so must a second window, in those turns that have one, and in one
+    turn of four a new window that asks for the history. The engines are watched for requests that nobody waits for, and
+    at the end no answer may be left on an engine or in the store.
+    At each cut what is held must be in the store; one round trip later it may have come there since, so only a server
+    that writes seldom or never shows here. That nothing is told before it is stored is shown by make model.
 
     \b
     python -m loadtest.chaos --cuts 30                        half a minute

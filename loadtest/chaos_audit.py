@@ -75,7 +75,7 @@ class Audit:
         return Stored(decoded, response_id, owner, (so_far or b"").decode())
 
     async def check_stored(self, session_id: str, answer: Answer) -> None:
-        """Whatever a client holds of an answer is stored. Raises Violation."""
+        """Whatever a client holds of an answer is stored, a round trip later: a gross fault shows. Raises Violation."""
         held = answer.text
         stored = await self.stored(session_id)
         asked = answer.asked

@@ -7,19 +7,21 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from loadtest.chaos_audit import Audit
 from loadtest.chaos_line import Line, Lost, Refused, Unreachable
 from loadtest.chaos_model import DELTA, Answer, Asked, Event, Reader
-from loadtest.chaos_report import RESUME, Tally
+from loadtest.chaos_report import DROPPED, RESUME, Tally
 from loadtest.chaos_texts import Violation
-from loadtest.chaos_world import Replica, World
+from loadtest.chaos_world import LOST_S, Replica, World
 
 #: seconds of silence after which a connection counts as stuck: a server that has nothing to say sends heartbeats.
 SILENCE_S = 20.0
 #: seconds in which some replica must take a connection.
 CONNECT_S = 30.0
+#: seconds by which a client hears later than the store writes, and a loss may be larger than it is meant to be.
+LOSS_SLACK_S = 0.5
 #: events that are kept to be shown when something goes wrong.
 TRACED = 60
 
@@ -37,8 +39,14 @@ class Scene:
     back_at: float | None = None
     #: a moment in which something befell the system, by the clock: no latency is measured over it
     shaken_at: float = 0.0
-    #: the store lost data in this run: a session may be gone
-    loss: bool = False
+    #: the times at which the store lost its last second: a session that was made just then may be gone
+    losses: list[float] = field(default_factory=list)
+    #: until then a connection may be asked to come back (1012), by the clock: a kill, a roll or a loss still shows
+    unsettled_until: float = 0.0
+
+    def lost_session(self, made_at: float) -> bool:
+        """Whether the store may have lost a session of which a client was first told at this time."""
+        return any(at - LOST_S - LOSS_SLACK_S <= made_at <= at + LOSS_SLACK_S for at in self.losses)
 
 
 @dataclass(slots=True)
@@ -62,6 +70,8 @@ class Client:
     asked: dict[str, Asked]
     choose: random.Random
     session_id: str = ""
+    #: when the session was made, by the clock
+    session_at: float = 0.0
     small_buffer: bool = False
     #: being dropped is the reader's own fault
     frozen: bool = False
@@ -74,6 +84,8 @@ class Client:
         self.reader = Reader(self.asked, self.scene.tally.counts)
         self.place: Place | None = None
         self._resume: tuple[float, Answer, int] | None = None
+        #: of this connection: nothing came yet; it is open; its replica said that it goes; we sent something after that
+        self._stage: Literal["new", "open", "draining", "spoke"] = "new"
 
     def note(self, what: str) -> None:
         """A line for the trace."""
@@ -110,14 +122,14 @@ class Client:
             if time.monotonic() > deadline:
                 raise Violation("stuck", f"no replica took a connection within {CONNECT_S:.0f} s")
             await asyncio.sleep(self.choose.uniform(0.02, 0.2))
-        self.place = place
+        self.place, self._stage = place, "new"
         self.reader.connect(resume, history=history)
         what = f" at {len(resume.text)} of {resume.id}, epoch {resume.epoch or 'none'}" if resume else ""
         self.note(f"= connected to {replica.process.name}{what}{', history' if history else ''}")
         self._resume = (started, resume, len(resume.text)) if resume is not None and resume.in_the_middle else None
 
     def _judge_refusal(self, refusal: Refused) -> None:
-        if refusal.status == 404 and self.scene.loss:
+        if refusal.status == 404 and self.scene.lost_session(self.session_at):
             raise SessionGone
         if refusal.status != 503:
             raise Violation("refused", f"a connection to {self.session_id or 'a new session'}: {refusal}")
@@ -141,6 +153,8 @@ class Client:
     async def send(self, type: str, **fields: Any) -> None:
         if self.line is not None:
             self.note(f"> {type} {_brief(fields)}")
+            if self._stage == "draining":
+                self._stage = "spoke"
             await self.line.send(type, **fields)
 
     async def next(self) -> Event | None:
@@ -161,7 +175,11 @@ class Client:
         self.reader.take(event)
         self._measure(event)
         if event["type"] == "session.created":
+            self._stage = "open"
+            self.session_at = self.session_at if self.session_id else time.monotonic()
             self.session_id = self.reader.session_id
+        elif event["type"] == "server.draining":
+            self._stage = "draining"
         elif event["type"] == "response.done":
             self.scene.audit.ended.setdefault(event["response"]["id"], time.monotonic())
         return event
@@ -170,17 +188,34 @@ class Client:
         """A connection that we did not cut needs a reason to end."""
         self.note(f"x {lost}")
         place, scene = self.place, self.scene
-        if line.was_cut or self.frozen or place is None or place.id != place.replica.id or not place.replica.up:
+        if line.was_cut or place is None:
             return
-        if scene.loss and lost.code == 1012:
+        if place.id in place.replica.stopped:
+            self._judge_leaving(place, lost)
             return
-        if scene.loss and lost.code == 1008:  # it was let in, and then the store did not know the session
-            raise SessionGone
+        if place.id != place.replica.id or not place.replica.up:
+            return  # it was killed
+        if self.frozen and lost.code in (1013, None):  # the code is lost where the connection is broken off
+            scene.tally.counts[DROPPED] += 1
+            return
+        if lost.code == 1008 and scene.lost_session(self.session_at):
+            raise SessionGone  # it was let in, and then the store did not know the session
         scene.tally.counts[f"connections that the server ended, {lost.code or 'without a word'}"] += 1
         if scene.restarting:
             raise Violation("refused", f"a restart of Redis ended a connection: {lost}")
-        if lost.code != 1012:  # 1012: it missed a message and asks the client to come back
+        # 1012: it missed a message and asks the client to come back.
+        if lost.code != 1012 or time.monotonic() > scene.unsettled_until:
             raise Violation("refused", f"the server ended a connection: {lost}")
+
+    def _judge_leaving(self, place: Place, lost: Lost) -> None:
+        """A replica that is told to stop says so, and then asks to come back."""
+        self.scene.tally.counts["connections that a rolling restart ended"] += 1
+        if self._stage == "new" or self.small_buffer:
+            return  # it was just let in, or reads too late
+        # What is sent to a process that has ended breaks the connection, and a code that was on its way is lost.
+        if self._stage == "open" or (lost.code != 1012 and not (lost.code is None and self._stage == "spoke")):
+            said = "without a word" if self._stage == "open" else "after server.draining"
+            raise Violation("refused", f"{place.replica.process.name} stopped, and a connection ended {said}: {lost}")
 
     def _measure(self, event: Event) -> None:
         if self._resume is None or event["type"] not in (DELTA, "response.output_text.done"):

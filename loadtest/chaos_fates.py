@@ -22,6 +22,8 @@ TAKE_OVER_S = 6.0
 STOP_S = GRACE_S + 5.0
 #: seconds after a restart of the store in which it may still show.
 SETTLE_S = 2.0
+#: seconds after a kill, a roll or a loss in which a connection may still be asked to come back for it.
+CLOSES_S = 10.0
 #: seconds for which the store is away, at most.
 MOST_DOWN_S = 1.5
 #: seconds in which an answer must be under way that a kill can hit.
@@ -73,15 +75,19 @@ class Conductor:
                 return
             await asyncio.sleep(0.02)
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, what: str, *, closes: bool = False) -> None:
+        """``closes``: connections may be asked to come back."""
         self._scene.tally.counts[what] += 1
+        if closes:
+            self._scene.unsettled_until = float("inf")
         self._scene.shaken_at = float("inf")  # until it is over
         for talk in self._talks:
             talk.client.note(f"! {what}")
 
     async def _settle(self, seconds: float) -> None:
         """It is over, but it shows for a while; latencies count again, of whatever was not hit."""
-        self._scene.shaken_at = time.monotonic()
+        self._scene.shaken_at = now = time.monotonic()
+        self._scene.unsettled_until = min(self._scene.unsettled_until, now + CLOSES_S)
         await asyncio.sleep(seconds)
 
     async def _kill(self) -> None:
@@ -91,7 +97,7 @@ class Conductor:
         owners = await asyncio.gather(*(scene.audit.owner(talk.session_id, answer.id) for talk, answer in running))
         hit = {owner for (_, answer), owner in zip(running, owners, strict=True) if answer.in_the_middle}
         replica = self._choose.choice([one for one in world.replicas if one.id in hit] or world.replicas)
-        self._begin(KILLS)
+        self._begin(KILLS, closes=True)
         at = await self._kill_now(replica)
         for (talk, answer), owner in zip(running, owners, strict=True):
             if owner == replica.id and not answer.status and talk.answer is answer:
@@ -105,7 +111,7 @@ class Conductor:
         """A rolling restart: each replica in its turn is told to stop, and started again on its port."""
         scene, world = self._scene, self._scene.world
         for replica in world.replicas:
-            self._begin("replicas told to stop, in a rolling restart")
+            self._begin("replicas told to stop, in a rolling restart", closes=True)
             noting = asyncio.create_task(self._note_moves())
             try:
                 async with asyncio.timeout(STOP_S):
@@ -145,8 +151,8 @@ class Conductor:
 
     async def _lose(self) -> None:
         """Restart the store; its last second is lost."""
-        self._begin(LOSSES)
-        self._scene.loss = True
+        self._begin(LOSSES, closes=True)
+        self._scene.losses.append(time.monotonic())
         for talk in self._talks:
             talk.lost_data(double_fault=False)
         _, self._scene.back_at = await self._scene.world.valkey.restart(lose=True)
@@ -156,8 +162,8 @@ class Conductor:
         """The store loses its last second, and a replica is killed in the same moment."""
         scene, world = self._scene, self._scene.world
         replica = self._choose.choice(world.replicas)
-        self._begin(DOUBLES)
-        scene.loss = True
+        self._begin(DOUBLES, closes=True)
+        scene.losses.append(time.monotonic())
         for talk in self._talks:
             talk.lost_data(double_fault=True)
         at = await self._kill_now(replica)

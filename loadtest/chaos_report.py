@@ -18,6 +18,7 @@ from loadtest.chaos_texts import Violation
 CANCELS = "cancels"
 DUPLICATES = "duplicate sends"
 READERS: dict[Pace, str] = {"slow": "windows that read slowly", "frozen": "windows that stop reading for seconds"}
+DROPPED = "windows that stopped reading and were dropped"
 KILLS = "replicas killed"
 ROLLS = "rolling restarts"
 RESTARTS = "Redis restarts"
@@ -62,13 +63,16 @@ MADE: dict[str, str] = {
 }
 #: latency -> (the fault that it needs, from how many of them on it must have been measured: few may miss it by chance)
 MEASURED = {
-    CANCEL_SAME: ("cancels", 20),
-    CANCEL_ACROSS: ("cancels", 20),
+    CANCEL_SAME: ("cancels", 50),
+    CANCEL_ACROSS: ("cancels", 50),
+    AFTER_DONE: ("cancels", 20),
     RESUME: ("cuts", 20),
     TAKE_OVER: ("kills", 1),
     RESTART_PAUSE: ("redis_restarts", 1),
     STOP: ("rolls", 1),
 }
+#: from so many windows that stop reading on, one at least must have been dropped.
+MANY_FROZEN = 5
 #: of the wanted cuts, the part that must be in mid-answer.
 IN_THE_MIDDLE = 0.6
 TURNS = "turns"
@@ -76,8 +80,9 @@ TURNS = "turns"
 ALWAYS = (GOES_ON, FROM_BEFORE, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS)
 #: violations that are shown with their events.
 MOST_SHOWN = 5
-#: of the resumes in mid-answer, the part that must go on from their offset.
+#: of so many resumes in mid-answer, the part that must go on from their offset; of fewer, one loss hits too many.
 WENT_ON = 0.99
+MANY_RESUMES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,12 @@ class Tally:
     @property
     def went_on(self) -> float:
         """The part of the resumes in mid-answer that went on from their offset, wanted cuts aside."""
-        resumes = self.counts[GOES_ON] + self.counts[FROM_BEFORE]
-        return self.counts[GOES_ON] / resumes if resumes else 1.0
+        return self.counts[GOES_ON] / self.resumes if self.resumes else 1.0
+
+    @property
+    def resumes(self) -> int:
+        """Those in mid-answer, wanted cuts aside."""
+        return self.counts[GOES_ON] + self.counts[FROM_BEFORE]
 
     def made(self, wanted: str) -> int:
         """How many faults of a kind were made."""
@@ -140,7 +149,7 @@ def why_broken(tally: Tally, demand: Demand) -> list[str]:
     """Why the run does not show that every guarantee holds; nothing if it does."""
     kinds = Counter(failure.violation.kind for failure in tally.failures)
     why = [f"{count} {kind}" for kind, count in kinds.items()]
-    if tally.went_on < WENT_ON:
+    if tally.went_on < WENT_ON and tally.resumes >= MANY_RESUMES:
         why.append(f"{tally.went_on:.1%} of the resumes went on")
     if not tally.counts[TURNS]:
         why.append("no turn came to its end")
@@ -151,6 +160,8 @@ def why_broken(tally: Tally, demand: Demand) -> list[str]:
     for name, (fault, least) in MEASURED.items():
         if wants[fault] >= least and not tally.latencies.get(name):
             why.append(f"never measured: {name}")
+    if demand.wanted.frozen >= MANY_FROZEN and not tally.counts[DROPPED]:
+        why.append("no window was dropped that stopped reading")
     return why + [f"over its limit: {name}" for name in tally.over if demand.strict]
 
 

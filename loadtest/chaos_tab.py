@@ -13,9 +13,10 @@ from loadtest.chaos_world import Replica
 
 #: seconds for this window to be told an end that another one was told, slow and frozen as it may be.
 TOLD_S = 40.0
-#: times that a frozen window stops reading, for how many seconds.
-FREEZES = 2
-FROZEN_S = (1.0, 4.0)
+#: seconds for which a frozen window stops reading: first shorter than the server bears, then longer.
+FREEZES = ((1.0, 4.0), (15.0, 15.0))
+#: how likely it is at each delta that the next one comes: early in an answer, so that the socket gets full.
+FREEZE = 0.1
 
 
 class Tab:
@@ -52,7 +53,7 @@ class Tab:
 
     async def _read(self) -> None:
         client, choose = self.client, self.client.choose
-        freezes = FREEZES if self._pace == "frozen" else 0
+        freezes = list(FREEZES) if self._pace == "frozen" else []
         while True:
             event = await client.next()
             if event is None:
@@ -61,7 +62,6 @@ class Tab:
                 await client.connect(resume=unfinished, history=unfinished is None)
             elif self._pace == "slow" and event["type"] == DELTA:
                 await asyncio.sleep(choose.uniform(0, 0.02))
-            elif freezes and event["type"] == DELTA and choose.random() < 0.02:
-                freezes -= 1
+            elif freezes and event["type"] == DELTA and choose.random() < FREEZE:
                 client.note("= frozen")
-                await asyncio.sleep(choose.uniform(*FROZEN_S))
+                await asyncio.sleep(choose.uniform(*freezes.pop(0)))

@@ -109,6 +109,7 @@ class Talk:
         await self._leave()
 
     async def _leave(self) -> None:
+        self._pool.left.cuts += self._storm
         if self._stopping is not None:
             self._stopping.close()
         if self._tab is not None:
@@ -209,6 +210,7 @@ class Talk:
         place = self.client.place
         client = Client(
             *(self._scene, f"{self.client.name}, other window", self._asked, self._choose, self.session_id),
+            session_at=self.client.session_at,
             small_buffer=plan.reader is not None,
             frozen=plan.reader == "frozen",
         )
@@ -333,7 +335,7 @@ class Talk:
         match strike:
             case Cut():
                 await asyncio.sleep(strike.delay_s)
-                self._cut(self._state())
+                self._cut_once(self._state())
                 self._away_s, self._storm = strike.away_s, strike.storm
                 answer = self.answer
                 if answer is not None and answer.text:
@@ -347,20 +349,25 @@ class Talk:
                 self._scene.tally.counts[f"{DUPLICATES}, {strike.where} replica, {self._state()}"] += 1
                 await self._ask(other)
 
+    def _cut_once(self, state: str) -> None:
+        """One of the wanted cuts; if somebody else cut just before, it is still to be made."""
+        self._pool.left.cuts += self.client.line is None
+        self._cut(state)
+
     def _cut(self, state: str) -> None:
         self.client.cut(state)
         self._paused, self._bereaved = False, None
 
     async def _come_back(self) -> None:
         """Connect again: with the place where the answer was, else with all that was said, and ask again."""
-        storm, away_s = self._storm, self._away_s
-        self._storm, self._away_s = 0, 0.0
+        away_s, self._away_s = self._away_s, 0.0
         await asyncio.sleep(away_s)
-        for _ in range(storm):
+        while self._storm:
             await self._connect()
             for _ in range(self._choose.randrange(4)):
                 await self.client.next()
-            self._cut("in a storm of one client, " + self._state())
+            self._storm -= 1
+            self._cut_once("in a storm of one client, " + self._state())
         await self._connect()
         answer, asked = self.answer, self._current
         if asked is not None and answer is None:
@@ -399,7 +406,9 @@ class Talk:
             await self._tab.close()
             self._tab = None
         if self._choose.random() < 0.25:
-            new = Client(self._scene, "history", self._asked, self._choose, self.session_id, trace=self.client.trace)
+            client = self.client
+            new = Client(self._scene, "history", self._asked, self._choose, self.session_id, trace=client.trace)
+            new.session_at = client.session_at
             await eventually(asked, lambda: check_history(new, said))
         if self._stopping is not None:
             await self._stopping.check(answer)

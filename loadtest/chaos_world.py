@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -57,7 +57,8 @@ class Process:
 
     async def tell_to_stop(self) -> float:
         """SIGTERM, and wait until it has ended by itself. Returns the seconds that it took."""
-        return time.monotonic() - await self._end_by(signal.SIGTERM)
+        told_at = await self._end_by(signal.SIGTERM)
+        return time.monotonic() - told_at
 
     async def _end_by(self, signum: int) -> float:
         assert self._child is not None, "it was started"
@@ -89,6 +90,8 @@ class Replica:
     url: str
     id: str = ""
     up: bool = False
+    #: the names of starts that were told to stop
+    stopped: set[str] = field(default_factory=set)
 
     @property
     def ws_url(self) -> str:
@@ -188,6 +191,7 @@ class World:
     async def stop_replica(self, replica: Replica) -> float:
         """Tell a replica to stop; returns the seconds that it took."""
         replica.up = False
+        replica.stopped.add(replica.id)
         return await replica.process.tell_to_stop()
 
     async def _replica_ids(self) -> set[str]:

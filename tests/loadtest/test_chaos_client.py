@@ -17,10 +17,10 @@ import websockets.asyncio.server
 from websockets.asyncio.server import ServerConnection
 
 from loadtest.chaos_audit import Audit
-from loadtest.chaos_client import Client, Scene
+from loadtest.chaos_client import Client, Scene, SessionGone
 from loadtest.chaos_line import Line, Lost, Refused, Unreachable
 from loadtest.chaos_model import Asked
-from loadtest.chaos_report import AFTER_DONE, CANCEL_SAME, Tally
+from loadtest.chaos_report import AFTER_DONE, CANCEL_SAME, DROPPED, Tally
 from loadtest.chaos_stop import Stopping
 from loadtest.chaos_texts import Violation
 from loadtest.chaos_world import Process, Replica, World, free_port
@@ -28,13 +28,15 @@ from tests.loadtest.test_chaos_model import CREATED, whole_stream
 
 pytestmark = pytest.mark.server
 
+DRAINING = {"type": "server.draining", "event_id": "event_draining", "retry_after_ms": 100}
+
 Serve = Callable[[ServerConnection], Awaitable[None]]
 
 
 @asynccontextmanager
-async def client_of(serve: Serve) -> AsyncIterator[Client]:
+async def client_of(serve: Serve, *, process_request: Any = None) -> AsyncIterator[Client]:
     """A client of a server that does this with each connection."""
-    async with websockets.asyncio.server.serve(serve, "127.0.0.1", 0) as server:
+    async with websockets.asyncio.server.serve(serve, "127.0.0.1", 0, process_request=process_request) as server:
         port = next(iter(server.sockets)).getsockname()[1]
         replica = Replica(Process("fake", [], Path()), f"http://127.0.0.1:{port}", id="replica_1", up=True)
         world = World(cast("Any", None), [], [], [replica])
@@ -51,10 +53,14 @@ async def client_of(serve: Serve) -> AsyncIterator[Client]:
 
 
 def telling(events: list[dict[str, Any]], *, close: int | None = None) -> Serve:
+    """Tell these events and then close with a code; 0: break the connection."""
+
     async def serve(connection: ServerConnection) -> None:
         for event in events:
             await connection.send(orjson.dumps(event).decode())
-        if close is not None:
+        if close == 0:
+            connection.transport.abort()
+        elif close is not None:
             await connection.close(close)
         await connection.wait_closed()
 
@@ -88,11 +94,73 @@ async def test_a_delta_less_is_seen() -> None:
         assert "response.output_text.delta" in client.trace[-1]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(1011, "refused"), (1008, "refused"), (1012, None)])
-async def test_a_connection_that_ends_needs_a_reason(code: int, kind: str | None) -> None:
-    """1012 asks the client to come back; a fault in the server is one."""
+@pytest.mark.parametrize("code", [1011, 1008, 1012, 1013])
+async def test_a_connection_that_ends_needs_a_reason(code: int) -> None:
+    """Also one that is asked to come back, and one that was too slow: nothing befell the system, and it reads."""
     async with client_of(telling([CREATED], close=code)) as client:
+        assert await read(client) == "refused"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1012, None), (1011, "refused"), (1008, "refused")])
+async def test_after_a_fault_a_client_may_be_asked_to_come_back(code: int, kind: str | None) -> None:
+    """For a while; an error of the server is one all the same."""
+    async with client_of(telling([CREATED], close=code)) as client:
+        client.scene.unsettled_until = time.monotonic() + 10
         assert await read(client) == kind
+        client.scene.unsettled_until = time.monotonic()
+        assert await read(client) == "refused"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1013, None), (1011, "refused"), (1012, "refused")])
+async def test_who_stops_reading_is_dropped(code: int, kind: str | None) -> None:
+    """As too slow, and that is counted; not for any other reason."""
+    async with client_of(telling([CREATED], close=code)) as client:
+        client.frozen = True
+        assert await read(client) == kind
+        assert client.scene.tally.counts[DROPPED] == (kind is None)
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "kind"),
+    [([DRAINING], 1012, None), ([], 1012, "refused"), ([DRAINING], 1011, "refused"), ([DRAINING], None, "refused")],
+)
+async def test_a_replica_that_stops_says_so(events: list[dict[str, Any]], code: int | None, kind: str | None) -> None:
+    """``server.draining``, and then 1012: nothing else is a rolling restart."""
+    async with client_of(telling([CREATED, *events], close=code or 0)) as client:
+        [replica] = client.scene.world.replicas
+        replica.stopped.add(replica.id)
+        assert await read(client) == kind
+
+
+async def test_a_code_may_be_lost_by_who_speaks_to_a_replica_that_has_gone() -> None:
+    """What is sent to a process that has ended breaks the connection."""
+    async with client_of(telling([CREATED, DRAINING], close=0)) as client:
+        [replica] = client.scene.world.replicas
+        replica.stopped.add(replica.id)
+        await client.connect()
+        for _ in range(2):
+            await client.next()
+        await client.send("ping", t=1)
+        assert await client.next() is None
+
+
+@pytest.mark.parametrize(("made", "gone"), [(-0.5, True), (-5.0, False), (5.0, False)])
+async def test_only_a_session_of_the_lost_second_may_be_gone(made: float, gone: bool) -> None:
+    """One that was made before is in what was kept, and one that was made after was never lost."""
+
+    def no(connection: ServerConnection, _: object) -> Any:
+        return connection.respond(404, '{"error": {"code": "session_not_found"}}')
+
+    for refuse in (no, None):
+        async with client_of(telling([CREATED], close=1008), process_request=refuse) as client:
+            client.session_id, client.session_at = "sess_1", 100.0 + made
+            client.scene.losses.append(100.0)
+            found: object = None
+            try:
+                found = await read(client)
+            except SessionGone:
+                found = SessionGone
+            assert found == (SessionGone if gone else "refused")
 
 
 async def test_a_restart_of_redis_is_no_reason() -> None:

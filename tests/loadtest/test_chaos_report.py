@@ -11,9 +11,11 @@ from rich.console import Console
 from loadtest.chaos_model import FROM_BEFORE, GOES_ON
 from loadtest.chaos_plan import Fates, Wanted
 from loadtest.chaos_report import (
+    AFTER_DONE,
     CANCEL_ACROSS,
     CANCEL_SAME,
     CANCELS,
+    DROPPED,
     IN_A_STORM,
     KILLS,
     LOSSES,
@@ -34,15 +36,15 @@ from loadtest.chaos_texts import Violation
 
 pytestmark = pytest.mark.pure
 
-DEMAND = Demand(Wanted(cuts=20, cancels=20, duplicates=0, slow=0, frozen=1), Fates(kills=1))
+DEMAND = Demand(Wanted(cuts=20, cancels=50, duplicates=0, slow=0, frozen=1), Fates(kills=1))
 
 
 def good() -> Tally:
     """All that is demanded was made and seen."""
     tally = Tally()
-    tally.counts.update({TURNS: 30, f"{CANCELS}, text": 15, f"{CANCELS}, asked": 5, READERS["frozen"]: 1, KILLS: 1})
+    tally.counts.update({TURNS: 30, f"{CANCELS}, text": 45, f"{CANCELS}, asked": 5, READERS["frozen"]: 1, KILLS: 1})
     tally.cuts.update({"text": 10, "in a storm of one client, text": 2, "ending": 8, f"{IN_A_STORM}, idle": 50})
-    for name in (CANCEL_SAME, CANCEL_ACROSS, RESUME, TAKE_OVER):
+    for name in (CANCEL_SAME, CANCEL_ACROSS, AFTER_DONE, RESUME, TAKE_OVER):
         tally.latencies[name] = [0.01] * 99
     return tally
 
@@ -68,10 +70,12 @@ def test_one_violation_breaks_the_run() -> None:
 def test_resumes_that_start_again_break_the_run() -> None:
     """More than 1 of 100, even if the store lost data."""
     tally = good()
-    tally.counts[GOES_ON], tally.counts[FROM_BEFORE] = 99, 1
+    tally.counts[GOES_ON], tally.counts[FROM_BEFORE] = 990, 10
     assert why_broken(tally, DEMAND) == []
-    tally.counts[FROM_BEFORE] = 2
+    tally.counts[FROM_BEFORE] = 20
     assert why_broken(tally, DEMAND) == ["98.0% of the resumes went on"]
+    tally.counts[GOES_ON], tally.counts[FROM_BEFORE] = 400, 20
+    assert why_broken(tally, DEMAND) == [], "so few may all be those of one loss, which each event was judged by"
 
 
 def test_a_run_that_did_nothing_proves_nothing() -> None:
@@ -82,7 +86,7 @@ def test_a_run_that_did_nothing_proves_nothing() -> None:
 @pytest.mark.parametrize(
     ("less", "why"),
     [
-        (f"{CANCELS}, text", "19 of 20 cancels"),
+        (f"{CANCELS}, text", "49 of 50 cancels"),
         (READERS["frozen"], "0 of 1 frozen"),
         (KILLS, "0 of 1 kills"),
     ],
@@ -112,7 +116,16 @@ def test_cuts_must_be_enough_and_in_mid_answer() -> None:
     assert why_broken(tally, DEMAND) == ["57% of the cuts in mid-answer"]
 
 
-@pytest.mark.parametrize("name", [CANCEL_SAME, CANCEL_ACROSS, RESUME, TAKE_OVER])
+def test_who_stops_reading_must_be_dropped_at_times() -> None:
+    """Else none was frozen for long enough to show anything."""
+    tally, demand = good(), replace(DEMAND, wanted=replace(DEMAND.wanted, frozen=5))
+    tally.counts[READERS["frozen"]] = 5
+    assert why_broken(tally, demand) == ["no window was dropped that stopped reading"]
+    tally.counts[DROPPED] = 1
+    assert why_broken(tally, demand) == []
+
+
+@pytest.mark.parametrize("name", [CANCEL_SAME, CANCEL_ACROSS, AFTER_DONE, RESUME, TAKE_OVER])
 def test_each_limit_must_be_measured(name: str) -> None:
     """If its fault was wanted, and not too few of it for chance."""
     tally = good()

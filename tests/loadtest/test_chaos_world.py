@@ -69,6 +69,19 @@ async def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     assert wait_until_gone(pids) == set()
 
 
+async def test_a_stop_takes_its_time(tmp_path: Path) -> None:
+    """SIGTERM, and how long the process took to end by itself."""
+    process = Process(
+        "stopper", ["sh", "-c", "trap 'sleep 0.3; exit' TERM; echo on; while :; do sleep 0.02; done"], tmp_path
+    )
+    await process.start()
+    log = tmp_path / "stopper.1.log"
+    while not log.exists() or not log.read_text():
+        await asyncio.sleep(0.01)
+    assert 0.3 <= await process.tell_to_stop() < 2.0
+    assert not process.runs
+
+
 async def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
     """Nothing was tested then."""
     valkey = Valkey(tmp_path, await asyncio.to_thread(find_binary))
