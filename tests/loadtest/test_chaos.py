@@ -45,6 +45,15 @@ async def test_a_short_run_holds() -> None:
     assert re.search(r"resumes in mid-answer: went on from their offset\W+[1-9]", told)
 
 
+@pytest.mark.timeout(120)
+async def test_a_run_with_all_that_befalls_the_system_holds() -> None:
+    """A kill, a rolling restart, and both kinds of restart of the store: of a few cuts alone none would follow."""
+    fates = ("--kills", "1", "--redis-restarts", "1", "--redis-losses", "1", "--rolls", "1", "--storms", "0")
+    status, told = await chaos("--cuts", "20", "--frozen", "0", "--mode", "vary", *fates, *QUICK)
+    assert status == 0, told
+    assert "Every guarantee held" in told
+
+
 @pytest.mark.timeout(60)
 async def test_ctrl_c_is_no_verdict() -> None:
     """Nobody can take a run that was stopped for one that held; nothing is left running."""
