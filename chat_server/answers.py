@@ -39,6 +39,8 @@ _MOST = 1000
 #: seconds for which an end is kept to be written again, and for which a store that is away is waited for.
 _KEEP_ENDED_S = 5.0
 _RESTORE_S = 600.0
+#: seconds between two rounds of leaving what runs here: some answers are about to end.
+_LEAVE_LOOK_S = 0.05
 #: seconds that others have to take an answer that we left.
 _TAKE_BACK_S = 1.0
 #: more code points than any text has: all of it is kept.
@@ -213,6 +215,9 @@ class Answers:
         restored = await self._store.restore(session_id, snapshot)
         if restored:
             log.warning("Session %s: the store had lost changes; it is written again", session_id)
+            live = self._hub.find(session_id)
+            if live is not None:
+                self._hub.doubt(live)  # that we listen to it may be lost too
         return restored
 
     async def _know(self, live: LiveSession) -> int:
@@ -385,10 +390,7 @@ class Answers:
     # --- leaving them to others
 
     async def hand_over(self) -> None:
-        """Leave all running answers to other replicas, until none is here. The caller sets the deadline.
-
-        One that nobody takes within a second is taken back, and handed over again.
-        """
+        """Leave all running answers to other replicas, until none is here. The caller sets the deadline."""
 
         async def leave(session_id: str) -> None:
             try:
@@ -397,10 +399,9 @@ class Answers:
                 log.warning("Session %s: an answer could not be handed over: %s", session_id, error)
                 raise
 
-        while running := [live for live in self._hub.sessions if live.turn is not None]:
-            lives = {live.id: live for live in running}
+        while lives := {live.id: live for live in self._hub.sessions if live.turn is not None}:
             await self._hub.each(lives, leave)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_LEAVE_LOOK_S)
 
     async def _leave(self, live: LiveSession) -> None:
         """Store what is there of an answer, and leave it without an owner."""

@@ -277,7 +277,8 @@ TTL = click.IntRange(1, 10 * 365 * 24 * 3600)
     default=DEFAULT.drain_grace_s,
     metavar="SECONDS",
     type=click.FloatRange(0),
-    help="How long running answers get to finish when the server is told to stop.",
+    help="How long the server may take to end when it is told to stop: running answers get to finish, those that need "
+    "longer are handed over to other servers in the last 5 s.",
 )
 @option(
     "--log-level",

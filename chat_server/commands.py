@@ -62,7 +62,10 @@ class Commands:
         async with live.lock:
             for _ in range(_UPDATE_TRIES):
                 settings = session.patched(live.settings, patch) if patch else live.settings
-                reply = await self._store.update_session(live.id, live.version, model or live.model, settings)
+                update = functools.partial(
+                    self._store.update_session, live.id, model=model or live.model, settings=settings
+                )
+                reply = await self._write(live, lambda _, update=update: update(live.version))
                 if reply != "stale":
                     await self._hub.apply_own(live, _present(None if reply == "gone" else reply))
                     return

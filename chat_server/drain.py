@@ -1,7 +1,7 @@
 """The orderly end of a replica: running answers finish, everybody is told, and nobody comes back in step.
 
 Nobody new is let in any more (``Gate.closed``). Who has no answer under way leaves soon, each at a moment of its own;
-the others when their answer was told to its end. What still runs after the grace time is handed over.
+the others when their answer was told to its end. What still runs towards the end of the grace time is handed over.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ _LEAVE_SHARE = 0.5
 _COME_BACK_S = 2.0
 #: seconds between two looks at who can leave.
 _LOOK_S = 0.05
-#: seconds for the hand-over, beyond the grace time.
-_HAND_OVER_S = 3.0
-#: seconds that a whole stop may take beyond the grace time: the hand-over, and sockets that do not close.
+#: seconds before the end of the grace time when what still runs is handed over, at most this part of it.
+_HAND_OVER_S = 5.0
+_HAND_OVER_SHARE = 0.5
+#: of these, what is left for sockets that do not close, and the least that a hand-over gets.
+_CLOSE_S = 1.5
+_LEAST_HAND_OVER_S = 1.0
+#: seconds beyond the grace time after which a stop is cut short: it is over before that, unless something hangs.
 AFTER_GRACE_S = 5.0
 
 _REASON = "this server stops: reconnect to go on"
@@ -66,14 +70,15 @@ class Leaving:
 
 
 async def drain(sessions: Sessions, hand_over: Callable[[], Awaitable[None]], *, grace_s: float) -> None:
-    """End all connections and answers; ``hand_over`` is called for those answers that need longer than ``grace_s``.
+    """End all connections and answers within ``grace_s``; ``hand_over`` is called for those that need longer.
 
-    Takes at most ``grace_s`` and the time for the hand-over. Nobody must be let in meanwhile.
+    Nobody must be let in meanwhile.
     """
     count = sessions.statistics()
     if count["connections"] or count["responses"]:
         log.info("Draining %d connections; %d answers run", count["connections"], count["responses"])
-    deadline = time.monotonic() + grace_s
+    hand_over_s = min(_HAND_OVER_S, grace_s * _HAND_OVER_SHARE)
+    deadline = time.monotonic() + grace_s - hand_over_s
     leaving = Leaving(grace_s=grace_s, chance=random.random)
     while True:
         now = time.monotonic()
@@ -87,15 +92,16 @@ async def drain(sessions: Sessions, hand_over: Callable[[], Awaitable[None]], *,
         if now >= deadline or not (connections or sessions.statistics()["responses"]):
             break
         await asyncio.sleep(_LOOK_S)
+    # Before the hand-over: whoever stays could ask for more. Who comes back elsewhere gets the text from where it was.
+    for connection in sessions.connections():
+        connection.close(close_codes.RESTART, _REASON)
     running = sessions.statistics()["responses"]
     if running:
-        log.info("The grace time is over; %d answers are handed over", running)
+        log.info("The grace time ends; %d answers are handed over", running)
         try:
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with asyncio.timeout(max(hand_over_s - _CLOSE_S, _LEAST_HAND_OVER_S)):
                 await hand_over()
         except TimeoutError:
             log.warning("Not all answers could be handed over; they go on when our lease is gone")
         except Exception:
             log.exception("Answers could not be handed over; they go on when our lease is gone")
-    for connection in sessions.connections():
-        connection.close(close_codes.RESTART, _REASON)

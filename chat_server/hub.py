@@ -148,6 +148,8 @@ class Hub:
         async with self._reading(live):
             state = await self._store.watch(live.id)
             if state is None:
+                if await self._may_come_back(live):
+                    raise StoreUnavailable("The store lost this session; it is written again.")
                 raise joining.no_session(live.id)
             live.watched = True
             if live.turn is not None:  # nobody told us what changed while nobody here listened
@@ -157,6 +159,11 @@ class Hub:
                 live.conversation = Conversation(held[2] if held else ())
             live.load(state)
             live.asked_at = time.monotonic()
+
+    async def _may_come_back(self, live: LiveSession) -> bool:
+        """Whether a session that is not in the store may be one that it lost, and that somebody writes again."""
+        troubled = live.turn is not None or time.monotonic() - self.lease.trouble_seen_at < _RESTORE_S
+        return troubled and not await self._store.was_deleted(live.id)
 
     async def look(self, live: LiveSession) -> None:
         """Read a session whose answer is made here and that nobody here listens to. Holds the session's lock."""
@@ -253,14 +260,18 @@ class Hub:
     async def apply_own(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered to our own write. Holds the session's lock.
 
-        The answer may overtake messages of other replicas that come before it: it waits for them, for a while.
+        The answer may overtake messages of other replicas that come before it: it waits for them for a moment, then
+        what they told is read.
         """
         change = self.apply(live, message)
-        for _ in range(round(_JOIN_S / _LOOK_S)):
+        for _ in range(round(_HELD_S / _LOOK_S)):
             if not any(held is change for held in live.held):
                 return change
             await asyncio.sleep(_LOOK_S)
-        self._lost_one(live)
+        try:
+            await self._read_missed(live)
+        except StoreUnavailable:
+            self._lost_one(live)
         return change
 
     def _lost_one(self, live: LiveSession) -> None:
@@ -268,7 +279,7 @@ class Hub:
         self.drop(live)
 
     def doubt(self, live: LiveSession) -> None:
-        """A write was not answered: it may have been done all the same. The session is compared with the store."""
+        """The session is compared with the store soon: a write was not answered, but may have been done."""
         live.doubted = True
 
     def _hear(self, raw: bytes) -> None:
@@ -343,23 +354,27 @@ class Hub:
         await self.each(doubted, compare)
 
     async def _compare(self, live: LiveSession) -> None:
-        """Watch a session again; drop it if it is not as we know it."""
         async with live.lock:
-            if live.closed or not live.loaded:
-                return
-            async with self._reading(live):
-                state = await self._store.watch(live.id, changes=True)
-                if state is None or not await self._catch_up(live, state):
-                    self.drop(live)
+            await self._read_missed(live)
+
+    async def _read_missed(self, live: LiveSession) -> None:
+        """Watch a session again, and tell what was missed; drop it if that can not be told. Holds the lock."""
+        if live.closed or not live.loaded:
+            return
+        async with self._reading(live):
+            state = await self._store.watch(live.id, changes=True)
+            if state is None:
+                keep = not await self._store.was_deleted(live.id) and self._await_restored(live)
+                live.doubted = keep  # it is to be watched again too
+            else:
+                keep = await self._catch_up(live, state)
+            if not keep:
+                self.drop(live)
 
     async def _catch_up(self, live: LiveSession, state: SessionState) -> bool:
         """Tell what was missed; False if that can not be told any more."""
         if state.version < live.version:
-            # The store lost changes. Who makes the answer, or made the last one, writes them again.
-            now = time.monotonic()
-            live.lost_since = live.lost_since or now
-            live.doubted = live.turn is None and now - live.lost_since < _RESTORE_S
-            return live.doubted or live.turn is not None
+            return self._await_restored(live)
         live.lost_since = None
         try:
             for raw in state.changes:
@@ -373,6 +388,14 @@ class Hub:
         except Gap:
             return False
         return live.catch_up(state)
+
+    @staticmethod
+    def _await_restored(live: LiveSession) -> bool:
+        """The store lost changes: who makes the answer, or made the last one, writes them again. False: nobody did."""
+        now = time.monotonic()
+        live.lost_since = live.lost_since or now
+        live.doubted = live.turn is None and now - live.lost_since < _RESTORE_S
+        return live.doubted or live.turn is not None
 
     # --- messages that never came
 

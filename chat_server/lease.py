@@ -33,10 +33,12 @@ class Lease:
         #: since when it has not (monotonic).
         self.lost_at = time.monotonic()
         self._trouble_at = float("-inf") if alone else time.monotonic()
+        #: when the store was last seen to be in trouble (monotonic).
+        self.trouble_seen_at = float("-inf")
 
     def trouble(self) -> None:
         """Something was wrong with the store: others may have had it too."""
-        self._trouble_at = time.monotonic()
+        self._trouble_at = self.trouble_seen_at = time.monotonic()
 
     async def renew(self, now_ms: int) -> None:
         """Say that we live. Raises StoreError."""

@@ -18,7 +18,7 @@ from loadtest.chaos_world import GRACE_S, LOST_S, Replica
 
 #: seconds after a kill in which the others take its answers over, before anything else befalls the system.
 TAKE_OVER_S = 6.0
-#: seconds in which a replica that is told to stop has to be gone: its grace time, and five for the rest.
+#: seconds after which a replica that is told to stop is stuck.
 STOP_S = GRACE_S + 5.0
 #: seconds after a restart of the store in which it may still show.
 SETTLE_S = 2.0

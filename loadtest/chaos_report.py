@@ -13,6 +13,7 @@ from rich.table import Table
 from loadtest.chaos_model import FROM_BEFORE, GOES_ON, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS
 from loadtest.chaos_plan import Fates, Pace, Wanted
 from loadtest.chaos_texts import Violation
+from loadtest.chaos_world import GRACE_S
 
 #: What is counted of the faults that were made; some say more behind a comma.
 CANCELS = "cancels"
@@ -46,7 +47,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     RESUME: (0.95, 0.2),
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
-    STOP: (1.0, 6.0),
+    STOP: (1.0, GRACE_S),
 }
 #: what is wanted -> its count
 MADE: dict[str, str] = {

@@ -26,8 +26,8 @@ READY_S = 30.0
 LOST_S = 1.0
 
 
-#: seconds that running answers get to finish when a replica is told to stop; shorter than most answers take.
-GRACE_S = 1.0
+#: seconds that a replica has to end when it is told to; half of them is shorter than most answers take.
+GRACE_S = 2.0
 
 
 class WorldError(Exception):

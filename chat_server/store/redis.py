@@ -136,7 +136,10 @@ class Store:
     async def update_session(
         self, session_id: str, version: int, model: str, settings: SessionSettings
     ) -> bytes | Literal["stale", "gone"]:
-        """Change settings or model of the session as it was at ``version``; the message that says so, or why not."""
+        """Change settings or model of the session as it was at ``version``; the message that says so, or why not.
+
+        Raises StoreBehind.
+        """
         reply = await self._call(
             session_id,
             "session_update",
@@ -181,6 +184,10 @@ class Store:
         """Whether the session's running response is that of this token."""
         held = await self._server.run("HGET", keys.session_keys(session_id)[3], "token")
         return bool(held == token.encode())
+
+    async def was_deleted(self, session_id: str) -> bool:
+        """Whether a session that is not there was deleted, and not lost."""
+        return bool(await self._server.run("EXISTS", keys.session_keys(session_id)[8]))
 
     async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
         """Delete a session and all that is in it; the message, or None if it is gone already."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed
 
-from chat_server import answers
+from chat_server import answers, hub
 from chat_server.answers import Answers
 from chat_server.engine.simulated import answer_for
 from chat_server.settings import Secret
@@ -22,7 +23,7 @@ from chat_server.store.embedded import EmbeddedValkey
 from tests.support.copies import Copies, copies_of
 from tests.support.proxy import proxy_to
 from tests.support.server import QUICK, RunningServer, running_server, two_replicas
-from tests.support.ws import WsClient
+from tests.support.ws import WsClient, refused
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
 
@@ -201,3 +202,60 @@ async def test_who_comes_back_to_an_answer_that_the_store_lost_gets_the_whole_of
         async with first.connect(session_id=one.session["id"], extensions=1) as again:
             response = await done(again)
             assert again.texts[response["output"][0]["id"]] == WHOLE
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["unnoticed", "subscriptions cut"])
+async def test_a_session_that_was_lost_whole_is_not_gone(tmp_path: Path, looks: Looks, hard: bool) -> None:
+    """Whoever writes before it is written again waits for that, in either tab; both hear of what follows."""
+    async with two_tabs(tmp_path) as (_, second, one, two, copies):
+        await start(one, 10)
+        await done(one)
+        await done(two)
+        await copies.put_back({})
+        if hard:  # a store that loses something was away
+            await copies.cut_subscriptions()
+            await asyncio.sleep(0.2)
+        says = asyncio.gather(*(client.say("By the way.") for client in (one, two)))
+        await asyncio.sleep(0.3)
+        await looks(0)
+        await says
+        await two.send("session.update", session={"instructions": "Be short."})
+        for client in (one, two):
+            await client.until("session.updated")
+        assert await history(second, one) == [LONG, WHOLE, "By the way.", "By the way."]
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["unnoticed", "subscriptions cut"])
+async def test_a_session_that_is_lost_whole_in_mid_answer_goes_on(tmp_path: Path, hard: bool) -> None:
+    """Nobody is disconnected: not where the answer is made, nor elsewhere."""
+    async with two_tabs(tmp_path) as (_, second, one, two, copies):
+        await start(one, 10)
+        await two.until(DELTA)
+        await copies.put_back({})
+        if hard:
+            await copies.cut_subscriptions()
+        for client in (one, two):
+            response = await done(client)
+            assert client.texts[response["output"][0]["id"]] == WHOLE
+        assert await history(second, one) == [LONG, WHOLE]
+
+
+async def test_a_session_that_nobody_can_write_again_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, in which it might have come back: so long, who asks for it is told to try again."""
+    monkeypatch.setattr(hub, "_RESTORE_S", 2.0)
+    async with (
+        two_replicas(tmp_path, simulated=SLOW) as (first, second),
+        first.connect() as client,
+        copies_of(first.redis_url, client.session["id"]) as copies,
+    ):
+        await copies.put_back({})
+        await copies.cut_subscriptions()
+        await asyncio.sleep(0.5)
+        refusal = await refused(second.ws_url, session_id=client.session["id"])
+        assert (refusal.status, refusal.error["code"]) == (503, "store_unavailable")
+        with pytest.raises(ConnectionClosed):
+            await client.until("never")
+        assert client.connection.close_code == 1012
+        await asyncio.sleep(0.5)
+        refusal = await refused(second.ws_url, session_id=client.session["id"])
+        assert (refusal.status, refusal.error["code"]) == (404, "session_not_found")

@@ -11,7 +11,7 @@ import redis.asyncio
 from chat_server.core.items import SessionSettings, encode_item
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
-from chat_server.errors import StoreError
+from chat_server.errors import StoreBehind, StoreError
 from chat_server.store import keys
 from chat_server.store import redis as store_module
 from chat_server.store.messages import ItemGone, ItemPut, ResponseBegan, ResponseEnded, SettingsChanged
@@ -55,7 +55,7 @@ async def test_a_session_is_there_as_it_was_made(store: Store) -> None:
 async def test_what_is_not_there_is_gone(store: Store) -> None:
     """No operation makes a session out of nothing."""
     assert await store.watch("sess_none") is None
-    assert await store.update_session("sess_none", 0, MODEL, SessionSettings()) == "gone"
+    assert await store.update_session("sess_none", -1, MODEL, SessionSettings()) == "gone"
     assert await store.add_item("sess_none", item(), None) is None
     assert await store.get_item("sess_none", "item_none") is None
     assert await store.delete_item("sess_none", item()) == "gone"
@@ -64,6 +64,20 @@ async def test_what_is_not_there_is_gone(store: Store) -> None:
     assert await store.take_over("sess_none", "token_1", "token_2", "epoch_2", "why") is None
     await store.unwatch("sess_none")
     assert await store.watch("sess_none") is None
+
+
+async def test_what_is_known_and_not_there_is_lost_unless_it_was_deleted(store: Store) -> None:
+    """A session that a caller knows does not go away by itself; what must not be deleted twice is remembered."""
+    with pytest.raises(StoreBehind):
+        await store.add_item("sess_none", item(), None, known=0)
+    with pytest.raises(StoreBehind):
+        await store.update_session("sess_none", 0, MODEL, SessionSettings())
+    assert not await store.was_deleted("sess_none")
+    session_id = await new_session(store)
+    await store.delete_session(session_id, Principal("acme", "ann"))
+    assert await store.was_deleted(session_id)
+    assert await store.add_item(session_id, item(), None, known=0) is None
+    assert await store.update_session(session_id, 0, MODEL, SessionSettings()) == "gone"
 
 
 async def test_a_session_knows_since_when_nobody_listens(

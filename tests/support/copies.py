@@ -26,7 +26,12 @@ class Copies:
                 pipe.dump(key)
             return dict(zip(self._keys, await pipe.execute(), strict=True))
 
+    async def cut_subscriptions(self) -> None:
+        """As a store does that was away."""
+        await self._raw.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+
     async def put_back(self, copy: dict[str, bytes | None]) -> None:
+        """Nothing, for a session of which nothing is left."""
         async with self._raw.pipeline(transaction=True) as pipe:
             pipe.delete(*self._keys)
             for key, value in copy.items():

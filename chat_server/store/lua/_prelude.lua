@@ -40,10 +40,11 @@ local function bump(keys)
   return before, after
 end
 
--- Whether the store lost changes that the caller knows of: its version is older. A write on top of that would hide it.
+-- Whether the store lost changes that the caller knows of: its version is older, or the session is not here and nobody
+-- deleted it. A write on top of that would hide it.
 local function is_behind(keys, known)
   local version = redis.call('HGET', keys[SESSION], 'version')
-  return version and tonumber(version) < tonumber(known)
+  return tonumber(version or '-1') < tonumber(known) and (version or redis.call('EXISTS', keys[DELETED]) == 0)
 end
 
 -- Each turn reads the items whole, so their bytes are counted: `bytes` of the session.

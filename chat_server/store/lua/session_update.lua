@@ -1,6 +1,7 @@
 -- Change settings or model, if nothing changed since they were read. ARGV: session id, ttl ms, empty ttl ms, replica,
 -- version that was read, model, settings JSON, model as JSON.
 register('session_update', function(keys, args)
+  if is_behind(keys, args[5]) then return {'behind'} end
   local version = redis.call('HGET', keys[SESSION], 'version')
   if not version then return {'gone'} end
   if version ~= args[5] then return {'stale'} end
