@@ -21,7 +21,7 @@
  * @property {string} [engine]  which engine answered
  * @property {Usage} [usage]
  * @property {{queue_ms?: number, ttft_ms?: number, total_ms?: number}} [timing]
- * @property {string} [reason]  why an answer is not whole: `client_cancelled`, `max_output_tokens`, ...
+ * @property {Outcome} [outcome]  why an answer is not whole
  *
  * @typedef {object} Answer  a response that runs or waits
  * @property {string} id
@@ -30,8 +30,13 @@
  * @property {string} epoch
  * @property {'queued' | 'prefill' | 'thinking' | 'streaming' | 'waiting' | null} stage
  * @property {number | null} position  its place in the queue
+ * @property {boolean} frozen  the person stopped it: what still comes of it is not shown, only its end
  *
- * @typedef {{status: string, code: string | null, message: string | null}} Outcome  how an answer ended that left no item
+ * @typedef {object} Outcome  how an answer ended that did not complete
+ * @property {string} status  `cancelled`, `incomplete` or `failed`
+ * @property {string | null} reason  `client_cancelled`, `max_output_tokens`, ...
+ * @property {string | null} code  of the error
+ * @property {string | null} message  of the error, for people
  *
  * @typedef {'items' | 'item' | 'text' | 'answer' | 'session'} Change
  */
@@ -75,6 +80,12 @@ export function newId(prefix) {
 const textOf = (/** @type {any} */ raw) =>
   (raw.content ?? []).map((/** @type {any} */ part) => part.text ?? part.transcript ?? '').join('');
 
+/** @returns {Outcome} */
+function outcomeOf(status, details) {
+  const { code = null, message = null } = details?.error ?? {};
+  return { status, reason: details?.reason ?? null, code, message };
+}
+
 export class Conversation {
   /** @type {Item[]} in the session's order; own unacknowledged ones last */
   items = [];
@@ -87,7 +98,9 @@ export class Conversation {
 
   /** @type {Map<string, Item>} */
   #byId = new Map();
-  /** @type {{left: number, told: Set<string>, running: string | undefined} | null} the history as told so far */
+  /** The answer that was under way when the last connection ended, and does not run any more or not yet. @type {Answer | null} */
+  #away = null;
+  /** @type {{left: number, told: Set<string>} | null} the history as told so far */
   #replay = null;
   #changed;
 
@@ -105,6 +118,20 @@ export class Conversation {
   get unanswered() {
     const last = this.items.findLast((item) => item.role !== 'system');
     return last?.role === 'user' && !last.pending && !this.answer ? last : null;
+  }
+
+  /** What is held of the answer under way, so that the next connection goes on from there. */
+  get resumePoint() {
+    const answer = this.answer ?? this.#away;
+    if (!answer) return null;
+    const offset = (answer.itemId && this.#byId.get(answer.itemId)?.points) || 0;
+    return { responseId: answer.id, epoch: answer.epoch, offset };
+  }
+
+  /** Show no more of an answer until its end is told, or again what comes. */
+  freeze(responseId, frozen) {
+    const answer = this.#under(responseId);
+    if (answer) answer.frozen = frozen;
   }
 
   /** Show a message at the end before the server has it. @returns {Item} */
@@ -181,10 +208,16 @@ export class Conversation {
       this.items = this.items.filter((item) => item.pending);
       this.#byId = new Map(this.items.map((item) => [item.id, item]));
       this.outcomes.clear();
+      this.#away = null;
     }
     this.session = event.session;
-    if (this.answer?.id !== event.active_response?.id) this.answer = null;
-    this.#replay = { left: event.item_count ?? 0, told: new Set(), running: event.active_response?.item_id };
+    const active = event.active_response;
+    if (this.answer && this.answer.id !== active?.id) {
+      this.#away = this.answer;
+      this.answer = null;
+    }
+    // The item of an answer that goes on where we were is not told again.
+    this.#replay = { left: event.item_count ?? 0, told: new Set(active ? [active.item_id] : []) };
     this.#changed('session');
     this.#changed('answer');
     this.#endReplay();
@@ -196,13 +229,13 @@ export class Conversation {
     if (!replay || replay.told.size < replay.left) return;
     this.#replay = null;
     for (const item of this.items) {
-      if (!item.pending && !replay.told.has(item.id) && item.id !== replay.running) this.remove(item.id);
+      if (!item.pending && !replay.told.has(item.id)) this.remove(item.id);
     }
   }
 
   #tell(event) {
     const raw = event.item;
-    if (this.#replay && event.type === 'conversation.item.added') this.#replay.told.add(raw.id);
+    if (event.type === 'conversation.item.added' || event.type === 'conversation.item.done') this.#replay?.told.add(raw.id);
     if (raw.type === 'message') this.#tellMessage(event, raw);
     this.#endReplay();
   }
@@ -221,10 +254,12 @@ export class Conversation {
     const text = textOf(raw);
     // An item that begins is told without text; what was held of it stays until its deltas say otherwise.
     if (ends || text) this.#setText(item, text);
-    for (const field of ['engine', 'usage', 'timing', 'reason']) {
+    for (const field of ['engine', 'usage', 'timing']) {
       if (raw[field] != null) item[field] = raw[field];
     }
-    if (event.response_id && this.answer?.id === event.response_id) this.answer.itemId = item.id;
+    if (raw.status_details) item.outcome = outcomeOf(raw.status_details.type, raw.status_details);
+    const answer = this.#under(event.response_id);
+    if (answer) answer.itemId = item.id;
     this.#changed(isNew || moved ? 'items' : 'item', item);
   }
 
@@ -267,17 +302,32 @@ export class Conversation {
     // `duplicate` answers a repeated question whose answer has ended: nothing is under way.
     if (event.duplicate || (response.status && response.status !== 'in_progress')) {
       if (this.answer?.id === response.id) this.answer = null;
-    } else if (this.answer?.id === response.id) {
+    } else if (this.#running(response.id)) {
       this.answer.inReplyTo ??= inReplyTo;
     } else {
-      this.answer = { id: response.id, itemId: null, inReplyTo, epoch: '', stage: null, position: null };
+      const [stage, position] = [null, null];
+      this.answer = { id: response.id, itemId: null, inReplyTo, epoch: '', stage, position, frozen: false };
     }
     this.#changed('answer');
   }
 
+  /** @returns {Answer | null} */
+  #under(responseId) {
+    return [this.answer, this.#away].find((answer) => answer && answer.id === responseId) ?? null;
+  }
+
+  /** The answer that runs, if it is this one; that may turn out only now. @returns {Answer | null} */
+  #running(responseId) {
+    if (!this.answer && this.#away && this.#away.id === responseId) {
+      [this.answer, this.#away] = [this.#away, null];
+      this.#changed('answer');
+    }
+    return this.answer?.id === responseId ? this.answer : null;
+  }
+
   #stage(responseId, stage, position = null) {
-    const answer = this.answer;
-    if (!answer || (responseId && responseId !== answer.id) || stage === 'idle') return;
+    const answer = responseId ? this.#running(responseId) : this.answer;
+    if (!answer || stage === 'idle') return;
     if (answer.stage === stage && answer.position === position) return;
     answer.stage = stage;
     answer.position = position;
@@ -285,10 +335,11 @@ export class Conversation {
   }
 
   #delta(event) {
+    const answer = this.#running(event.response_id);
+    if (answer?.frozen) return true;
     const item = this.#byId.get(event.item_id) ?? this.#open(event.item_id);
     if (!applyDelta(item, event.offset ?? item.points, event.delta)) return false;
-    const answer = this.answer;
-    if (answer?.id === event.response_id) {
+    if (answer) {
       answer.itemId = item.id;
       answer.epoch = event.epoch ?? answer.epoch;
       if (answer.stage !== 'streaming') this.#stage(answer.id, 'streaming');
@@ -313,25 +364,23 @@ export class Conversation {
   }
 
   #answerEnds(response) {
-    const details = response.status_details ?? {};
     const told = (response.output ?? []).map((/** @type {any} */ raw) => this.#byId.get(raw.id));
     const item = told.findLast((/** @type {Item | undefined} */ one) => one);
-    const answer = this.answer?.id === response.id ? this.answer : null;
+    const outcome = response.status === 'completed' ? undefined : outcomeOf(response.status, response.status_details);
+    const answer = this.#under(response.id);
     if (item) {
       item.engine = response.engine ?? item.engine;
       item.usage = response.usage ?? item.usage;
       item.timing = response.timing ?? item.timing;
-      item.reason = response.status === 'completed' ? undefined : (details.error?.message ?? details.reason);
-      item.status = response.status === 'completed' ? 'completed' : 'incomplete';
+      item.outcome = outcome;
+      item.status = outcome ? 'incomplete' : 'completed';
       this.#changed('item', item);
     }
     if (answer) {
-      this.answer = null;
+      if (answer === this.answer) this.answer = null;
+      else this.#away = null;
       const asked = answer.inReplyTo ?? this.items.findLast((one) => one.role === 'user')?.id;
-      if (asked && !item && response.status !== 'completed') {
-        const { code = null, message = null } = details.error ?? {};
-        this.outcomes.set(asked, { status: response.status, code, message });
-      }
+      if (asked && !item && outcome) this.outcomes.set(asked, outcome);
     }
     this.#changed('answer');
   }

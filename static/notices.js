@@ -1,7 +1,7 @@
 /** What the person has to know or do beside the conversation: engines loading, a lost connection, a key to enter. */
 
+import { isToken } from './connection.js';
 import { durationText, readyText, troubleText } from './status.js';
-import { isToken } from './realtime.js';
 import { make } from './view.js';
 
 const KEY = 'chat.key';
@@ -42,7 +42,7 @@ export class Notices {
   #onAction = null;
   /** What the server refused, until the person has read it. @type {string} */
   #fault = '';
-  /** @type {import('./realtime.js').Link} */
+  /** @type {import('./connection.js').Link} */
   #link = { phase: 'idle' };
   /** When each engine was first seen to be loading, in ms. @type {Map<string, number>} */
   #loadingSince = new Map();
@@ -59,7 +59,7 @@ export class Notices {
     this.#key.addEventListener('input', () => this.#key.setCustomValidity(''));
   }
 
-  /** @param {import('./realtime.js').Link} link */
+  /** @param {import('./connection.js').Link} link */
   setLink(link) {
     if (link.again) return; // what was told holds until this try has an outcome: no flicker, nothing read out twice
     this.#link = link;

@@ -10,6 +10,7 @@ export function statusText(client, ready) {
   const { link, busy, stopping } = client;
   if (link.phase === 'connecting' && !link.again) return 'Connecting';
   if (link.phase !== 'open') {
+    if (stopping) return 'Not connected: the answer is stopped as soon as the connection is there';
     if (client.conversation.answer) return 'Not connected: the answer goes on at the server';
     return busy ? 'Sent as soon as the connection is there' : 'Not connected';
   }
@@ -46,28 +47,22 @@ export function factsOf(item) {
   const cached = item.usage?.input_token_details?.cached_tokens;
   const ttft = item.timing?.ttft_ms;
   return {
-    why: item.status === 'incomplete' ? reasonText(item.reason) : '',
+    why: item.status === 'incomplete' ? whyText(item.outcome) : '',
     engine: item.engine ?? '',
     cache: prompt > 0 && cached != null ? { cached, prompt } : null,
     first: ttft == null ? '' : `first word after ${durationText(ttft)}`,
   };
 }
 
-function reasonText(reason) {
-  switch (reason) {
-    case 'client_cancelled':
-    case 'turn_detected':
-      return 'Stopped';
-    case 'max_output_tokens':
-      return 'Ended at the limit of tokens';
-    case 'content_filter':
-      return 'Ended by a content filter';
-    case undefined:
-    case null:
-      return 'Not whole';
-    default:
-      return reason;
-  }
+/** Why an answer is not whole. @param {import('./conversation.js').Outcome | undefined} outcome */
+function whyText(outcome) {
+  if (!outcome) return 'Not whole';
+  const { status, reason, message } = outcome;
+  if (status === 'cancelled') return 'Stopped';
+  if (reason === 'max_output_tokens') return 'Cut off: the answer is as long as one may be';
+  if (reason === 'content_filter') return 'Cut off by a content filter';
+  const what = status === 'failed' ? 'Broken off' : 'Cut off';
+  return message ? `${what}: ${message}` : what;
 }
 
 /** @param {number} ms */
@@ -79,8 +74,11 @@ export function durationText(ms) {
 /** Why there is no answer below the last message. @param {import('./conversation.js').Outcome | undefined} outcome */
 export function outcomeText(outcome) {
   if (!outcome) return 'This message has no answer.';
-  if (outcome.status === 'cancelled') return 'Stopped before the answer began.';
-  return outcome.message || 'The answer failed before it began.';
+  const { status, reason, message } = outcome;
+  if (status === 'cancelled') return 'Stopped before the answer began.';
+  if (reason === 'max_output_tokens') return 'The answer reached its greatest length before its first word.';
+  if (reason === 'content_filter') return 'A content filter held the answer back.';
+  return message || 'The answer failed before it began.';
 }
 
 /** Why the server can not answer yet. @param {import('./readiness.js').Ready} ready */

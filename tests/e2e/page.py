@@ -6,14 +6,15 @@ caused it. What a test expects to see there it names beforehand.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request, WebSocket, async_playwright, expect
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = "apt-get update && apt-get install -y --no-install-recommends chromium fonts-noto-color-emoji fonts-noto-cjk"
@@ -48,19 +49,35 @@ async def chromium() -> AsyncIterator[Browser]:
             await browser.close()
 
 
+class PageSocket:
+    """One WebSocket of the page: the query that opened it, and all events in both directions."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self.query = dict(parse_qsl(urlsplit(socket.url).query, keep_blank_values=True))
+        self.told: list[dict[str, Any]] = []
+        self.sent: list[dict[str, Any]] = []
+        socket.on("framereceived", lambda frame: self.told.append(json.loads(frame)))
+        socket.on("framesent", lambda frame: self.sent.append(json.loads(frame)))
+
+    def deltas(self) -> list[dict[str, Any]]:
+        return [event for event in self.told if event["type"] == "response.output_text.delta"]
+
+
 class ChatPage:
-    """One tab. ``requests`` are all addresses that it asked for."""
+    """One tab. ``requests`` are all addresses that it asked for, ``sockets`` all that it opened."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.url = url
         self.requests: list[str] = []
+        self.sockets: list[PageSocket] = []
         #: what the page may complain of from now on, as a regular expression
         self.expected: str | None = None
         self._complaints: list[str] = []
         page.on("console", self._heard)
         page.on("pageerror", lambda error: self._complaints.append(f"uncaught: {error}"))
         page.on("request", self._asked)
+        page.on("websocket", lambda socket: self.sockets.append(PageSocket(socket)))
         self.field = page.get_by_label("Message", exact=True)
         self.send = page.get_by_role("button", name="Send")
         self.stop = page.get_by_role("button", name="Stop the answer")

@@ -135,6 +135,138 @@ async def test_an_answer_that_ended_while_away_is_not_waited_for(page: Page) -> 
     assert (await conversation(page, [*running, created(0)]))["answer"] is None
 
 
+def running_answer(answer: str, after: str, reply_to: str, text: str) -> list[dict[str, Any]]:
+    """The beginning of an answer as it is told when it is new, with some text."""
+    begun = message(f"i{answer}", "", "assistant", status="in_progress")
+    return [
+        {"type": "response.created", "response": {"id": answer, "status": "in_progress"}, "in_reply_to": reply_to},
+        {"type": "response.output_item.added", "response_id": answer, "item": begun},
+        {"type": "conversation.item.added", "item": begun, "previous_item_id": after},
+        *([delta(answer, 0, text)] if text else []),
+    ]
+
+
+def delta(answer: str, offset: int, text: str, epoch: str = "e") -> dict[str, Any]:
+    ids = {"response_id": answer, "item_id": f"i{answer}", "epoch": epoch}
+    return {"type": "response.output_text.delta", **ids, "offset": offset, "delta": text}
+
+
+def end(answer: str, text: str | None, after: str, status: str = "completed", **details: Any) -> list[dict[str, Any]]:
+    """The end of an answer; without ``text`` it leaves nothing."""
+    item = message(f"i{answer}", text or "", "assistant")
+    ids = {"response_id": answer, "item_id": item["id"]}
+    whole = [{"type": "response.output_text.done", **ids, "text": text}] if text is not None else []
+    gone = {"type": "conversation.item.deleted", "item_id": item["id"]}
+    done = {"type": "conversation.item.done", "item": item, "previous_item_id": after}
+    output = [] if text is None else [item]
+    response = {"id": answer, "status": status, "status_details": details or None, "output": output}
+    return [*whole, gone if text is None else done, {"type": "response.done", "response": response}]
+
+
+ASKED = told(message("a", "hi"), None)
+
+
+@pytest.mark.parametrize(
+    ("second", "items", "answer"),
+    [
+        pytest.param(
+            [created(2, {"id": "r", "item_id": "ir", "epoch": "e", "offset": 4}), *ASKED, delta("r", 4, "lo")],
+            [["a", "hi"], ["ir", "Hel👋lo"]],
+            "r",
+            id="it goes on",
+        ),
+        pytest.param(
+            [created(2, {"id": "r", "item_id": "ir", "epoch": "f", "offset": 0}), *ASKED, delta("r", 0, "New", "f")],
+            [["a", "hi"], ["ir", "New"]],
+            "r",
+            id="it is told from 0",
+        ),
+        pytest.param(
+            [created(2, {"id": "r", "item_id": "ir", "epoch": "f", "offset": 2}), *ASKED, delta("r", 2, "", "f")],
+            [["a", "hi"], ["ir", "He"]],
+            "r",
+            id="text is taken back",
+        ),
+        pytest.param(
+            [created(2), *ASKED, delta("r", 4, "lo"), *end("r", "Hel👋lo", "a")],
+            [["a", "hi"], ["ir", "Hel👋lo"]],
+            None,
+            id="it ended",
+        ),
+        pytest.param(
+            [created(3), *ASKED, *end("r", "Hel👋", "a"), *told(message("b", "more"), "ir")],
+            [["a", "hi"], ["ir", "Hel👋"], ["b", "more"]],
+            None,
+            id="others followed",
+        ),
+        pytest.param(
+            [created(1), *end("r", None, "a", "cancelled"), *ASKED], [["a", "hi"]], None, id="nothing is left"
+        ),
+        pytest.param([created(1), *ASKED], [["a", "hi"]], None, id="nothing is known of it"),
+    ],
+)
+async def test_a_resumed_answer_is_whole(
+    page: Page, second: list[dict[str, Any]], items: list[list[str]], answer: str | None
+) -> None:
+    """Whatever happened to it while the page was away: no code point is lost or doubled, and it is in its place."""
+    first = [created(1), *ASKED, *running_answer("r", "a", "a", "Hel👋")]
+    assert await conversation(page, [*first, *second]) == {"items": items, "answer": answer, "whole": True}
+
+
+async def test_the_resume_point_counts_code_points(page: Page) -> None:
+    """Response, epoch and length of the answer under way, also if it was cut twice; none when its end was told."""
+    code = """
+      const conversation = new m.Conversation();
+      return x.map((events) => {
+        for (const event of events) conversation.apply(event);
+        return conversation.resumePoint;
+      });
+    """
+    steps = [[created(1), *ASKED], running_answer("r", "a", "a", "👋👋"), [created(1)], end("r", None, "a", "failed")]
+    held = {"responseId": "r", "epoch": "e", "offset": 2}
+    assert await run(page, "conversation.js", code, steps) == [None, held, held, None]
+
+
+async def test_an_answer_that_waits_behind_another_is_found_again(page: Page) -> None:
+    """Its beginning is not told again to who holds it: its first text says that it runs."""
+    active = {"id": "q", "item_id": "iq", "epoch": "e", "offset": 0}
+    first = [created(1), *ASKED, *running_answer("q", "a", "a", "One"), *running_answer("r", "iq", "a", "")]
+    second = [created(3, active), *ASKED, *running_answer("q", "a", "a", "One"), *end("q", "One", "a")]
+    assert (await conversation(page, [*first, *second]))["answer"] is None
+    seen = await conversation(page, [*first, *second, delta("r", 0, "Two")])
+    assert seen == {"items": [["a", "hi"], ["iq", "One"], ["ir", "Two"]], "answer": "r", "whole": True}
+
+
+async def test_why_an_answer_left_nothing_is_known_after_a_cut(page: Page) -> None:
+    """It failed while the page was away: the reason is told with its end."""
+    code = """
+      const conversation = new m.Conversation();
+      for (const event of x) conversation.apply(event);
+      return conversation.outcomes.get('a');
+    """
+    error = {"code": "overloaded", "message": "No engine is free."}
+    failed = end("r", None, "a", "failed", type="failed", error=error)
+    events = [created(1), *ASKED, *running_answer("r", "a", "a", ""), created(1), *failed, *ASKED]
+    outcome = {"status": "failed", "reason": None, **error}
+    assert await run(page, "conversation.js", code, events) == outcome
+
+
+async def test_a_stopped_answer_stays_as_it_was_seen(page: Page) -> None:
+    """Text that was on its way is not shown; the end says what is kept."""
+    code = """
+      const conversation = new m.Conversation();
+      for (const event of x.first) conversation.apply(event);
+      conversation.freeze('r', true);
+      for (const event of x.second) conversation.apply(event);
+      const before = conversation.item('ir').text;
+      for (const event of x.end) conversation.apply(event);
+      return [before, conversation.item('ir').text];
+    """
+    first = [created(1), *ASKED, *running_answer("r", "a", "a", "Hel👋")]
+    parts = {"first": first, "second": [delta("r", 4, "lo"), delta("r", 6, "!")], "end": end("r", "Hel", "a")}
+    assert await run(page, "conversation.js", code, parts) == ["Hel👋", "Hel"]
+
+
 async def test_items_stand_in_the_order_of_their_places(page: Page) -> None:
     """An item goes after the one that it names, wherever that is."""
     events = [created(0), *told(message("a", "1"), None), *told(message("c", "3"), "a"), *told(message("b", "2"), "a")]
@@ -144,7 +276,7 @@ async def test_items_stand_in_the_order_of_their_places(page: Page) -> None:
 async def test_delays_grow_to_a_bound_and_differ(page: Page) -> None:
     """Clients come back soon at first, then seldom, and not all at the same moment."""
     code = "return [0, 1, 2, 30].map((n) => [m.backoff(n, () => 0), m.backoff(n, () => 1)]);"
-    assert await run(page, "realtime.js", code) == [[200, 400], [400, 800], [800, 1600], [10_000, 20_000]]
+    assert await run(page, "connection.js", code) == [[200, 400], [400, 800], [800, 1600], [10_000, 20_000]]
 
 
 async def test_refusals_are_told_apart(page: Page) -> None:
@@ -159,7 +291,7 @@ async def test_refusals_are_told_apart(page: Page) -> None:
         [426, None, 0],
         [426, None, 5],
     ]
-    verdicts = await run(page, "realtime.js", code, cases)
+    verdicts = await run(page, "connection.js", code, cases)
     phases = [verdict["phase"] for verdict in verdicts]
     assert phases == ["refused", "refused", *["waiting"] * 5]
     assert verdicts[2]["retryAfterMs"] == 2000
@@ -170,7 +302,7 @@ async def test_a_key_must_fit_into_a_subprotocol(page: Page) -> None:
     """Keys that the browser would refuse with an exception are found before."""
     code = "return x.map(m.isToken);"
     keys = ["sk-abc_123.~+", "", "two words", "comma,", "schlüssel"]
-    assert await run(page, "realtime.js", code, keys) == [True, False, False, False, False]
+    assert await run(page, "connection.js", code, keys) == [True, False, False, False, False]
 
 
 GROW = """

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +13,7 @@ from playwright.async_api import Browser, expect
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, simulated_server
 from chat_server.settings import Limits, parse_api_keys
+from tests.e2e.line import line_to
 from tests.e2e.page import NETWORK, visit
 from tests.support.server import RunningServer, free_port, running_server, server_process
 
@@ -187,62 +185,12 @@ async def test_simulated_engines_are_told_from_a_model(browser: Browser, tmp_pat
 
 async def test_a_dead_connection_is_found_when_the_page_is_shown_again(browser: Browser, server: RunningServer) -> None:
     """A connection that swallows everything is left soon after the page is shown again, and the next one goes on."""
-    async with swallowing_proxy(server.url) as proxy, visit(browser, proxy.url) as chat:
+    async with line_to(server.url) as line, visit(browser, line.url) as chat:
         await chat.open()
         await chat.ask("Before")
-        proxy.swallow()
+        line.swallow()
         await chat.say("Into the void")
         await chat.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         await expect(chat.facts).to_have_count(2, timeout=20_000)
         await expect(chat.asked).to_have_count(2)
         await expect(chat.answers.last).to_contain_text("the first was “Before”")
-
-
-class Proxy:
-    """Bytes in both directions between a port of its own and the server."""
-
-    def __init__(self, target: str) -> None:
-        self.host, self.port = urlsplit(target).hostname, urlsplit(target).port
-        self.url = ""
-        self._open = asyncio.Event()
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-
-    def swallow(self) -> None:
-        """Forward nothing any more on the connections that are open; they stay open. New ones work."""
-        self._open.clear()
-        self._open = asyncio.Event()
-        self._open.set()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_open = self._open
-        is_open.set()
-        up_reader, up_writer = await asyncio.open_connection(self.host, self.port)
-        self._writers |= {writer, up_writer}
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_pump(reader, up_writer, is_open))
-            both.create_task(_pump(up_reader, writer, is_open))
-
-
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter, is_open: asyncio.Event) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await source.read(65536):
-            if is_open.is_set():
-                target.write(data)
-                await target.drain()
-    target.close()
-
-
-@asynccontextmanager
-async def swallowing_proxy(target: str) -> AsyncIterator[Proxy]:
-    proxy = Proxy(target)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    try:
-        yield proxy
-    finally:
-        listener.close()
-        proxy.close()
