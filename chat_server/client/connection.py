@@ -1,4 +1,4 @@
-"""One session over one WebSocket, one question at a time: what the terminal chat needs of the protocol.
+"""One session, one question at a time, over a WebSocket that comes back: what the terminal chat needs of the protocol.
 
 Use::
 
@@ -12,7 +12,9 @@ Use::
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import secrets
 import ssl
 from collections.abc import Callable
@@ -20,13 +22,19 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-import websockets.asyncio.client
+from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
 from chat_server.errors import ChatServerError
 
 #: Seconds to connect and to be let in. A server that is there answers in milliseconds; TLS over a slow line does not.
 OPEN_TIMEOUT_S = 15.0
+#: Seconds in which a lost connection must be back; then the question under way fails. A restart takes some of them.
+PATIENCE_S = 60.0
+#: Seconds before the first try to come back, if the server named none, and the most before any.
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 3.0
+#: Close codes after which coming back helps nobody: it is done, or we are at fault, or may not be there.
+_STAY_AWAY = frozenset({1000, 1002, 1003, 1007, 1008, 1009, 1010})
 
 Event = dict[str, Any]
 
@@ -35,8 +43,12 @@ class ChatError(ChatServerError):
     """The server could not be reached or refused, in words for the person in front of the terminal."""
 
 
+class Refused(ChatError):
+    """The server does not let us in, and waiting would not help."""
+
+
 class ConnectionLost(ChatError):
-    """The connection ended while it was needed. What was said is stored: the session can be opened again."""
+    """The connection ended and did not come back. What was said is stored: the session can be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,102 +70,209 @@ class Answer:
 class _Question:
     """The question under way. ``event_ids``: the client events that an error about it names."""
 
+    said: str
     item_id: str
-    event_ids: tuple[str, ...]
+    event_ids: tuple[str, str]
     on_text: Callable[[str], None]
     answered: asyncio.Future[Answer]
     response_id: str | None = None
+    epoch: str = ""
     text: str = ""
+    #: it is to stop where it was when that was asked for: no more text is passed on.
+    stopped: bool = False
+
+
+class _Rejoin(Exception):
+    """Something of the answer is missing: a new connection is told it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """The way into the server."""
+
+    url: str
+    api_key: str | None
+    model: str | None
+
+    async def enter(self, **query: str | None) -> tuple[ClientConnection, Event]:
+        """Connect and wait for ``session.created``. Raises ChatError with what to do."""
+        wanted = {"extensions": "1", "model": self.model, **query}
+        target = realtime_url(self.url) + "?" + urlencode({name: value for name, value in wanted.items() if value})
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            socket = await connect(target, additional_headers=headers, open_timeout=OPEN_TIMEOUT_S, max_size=None)
+        except (OSError, InvalidHandshake, InvalidURI) as error:
+            raise _why_not(error, self.url) from error
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                created = json.loads(await socket.recv())
+            if created["type"] != "session.created":
+                raise ValueError(created["type"])
+            return socket, created
+        except (TimeoutError, ConnectionClosed, ValueError, KeyError, TypeError) as error:
+            await socket.close()
+            raise ChatError(f"{self.url} let us in, but does not speak the Realtime protocol.") from error
+        except asyncio.CancelledError:
+            await socket.close()
+            raise
 
 
 class Connection:
     """Open with ``Connection.open``; afterwards ``close`` must be awaited.
 
-    The websockets library's own pings end a dead connection within 40 s, so nothing here waits for ever.
+    A connection that breaks comes back by itself, and the answer under way goes on from what was passed on of it. The
+    websockets library's own pings end a dead connection within 40 s, so nothing here waits for ever.
     """
 
-    def __init__(self, socket: websockets.asyncio.client.ClientConnection, created: Event) -> None:
+    def __init__(self, door: _Door, socket: ClientConnection, created: Event, patience_s: float) -> None:
         self.session_id: str = created["session"]["id"]
         self.model: str = created["session"]["model"]
         #: messages that the session already had.
         self.item_count: int = created.get("item_count", 0)
+        self._door = door
         self._socket = socket
+        self._patience_s = patience_s
+        self._retry_after_s: float | None = None
         self._question: _Question | None = None
+        self._end: ChatError | None = None
         self._reader = asyncio.create_task(self._read(), name="chat-reader")
 
     @classmethod
     async def open(
-        cls, url: str, *, api_key: str | None = None, session_id: str | None = None, model: str | None = None
+        cls,
+        url: str,
+        *,
+        api_key: str | None = None,
+        session_id: str | None = None,
+        model: str | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> Connection:
-        """Connect and wait for ``session.created``. Raises ChatError with what to do."""
-        query = {"extensions": "1", "session_id": session_id, "model": model}
-        target = realtime_url(url) + "?" + urlencode({name: value for name, value in query.items() if value})
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        try:
-            socket = await websockets.asyncio.client.connect(
-                target, additional_headers=headers, open_timeout=OPEN_TIMEOUT_S, max_size=None
-            )
-        except (OSError, InvalidHandshake, InvalidURI) as error:
-            raise ChatError(_why_not(error, url)) from error
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                created = json.loads(await socket.recv())
-            return cls(socket, created)
-        except (TimeoutError, ConnectionClosed, ValueError, KeyError) as error:
-            await socket.close()
-            raise ChatError(f"{url} let us in, but does not speak the Realtime protocol.") from error
+        """Connect. ``patience_s`` is how long it may take to come back later. Raises ChatError with what to do."""
+        door = _Door(url, api_key, model)
+        socket, created = await door.enter(session_id=session_id)
+        return cls(door, socket, created, patience_s)
 
     async def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
         """Say ``text`` and wait for the end of the answer; ``on_text`` gets each piece of it at once.
 
-        Raises ChatError if the server refuses, ConnectionLost if the connection ends meanwhile.
+        Raises ChatError if the server refuses, ConnectionLost if the connection is gone and does not come back.
         """
         assert self._question is None, "one question at a time"
+        if self._end is not None:
+            raise self._end
         ids = (f"event_{secrets.token_hex(8)}", f"event_{secrets.token_hex(8)}")
         item_id = f"item_{secrets.token_hex(16)}"
-        question = _Question(item_id, ids, on_text, asyncio.get_running_loop().create_future())
+        question = _Question(text, item_id, ids, on_text, asyncio.get_running_loop().create_future())
         self._question = question
-        content = [{"type": "input_text", "text": text}]
-        item = {"id": item_id, "type": "message", "role": "user", "content": content}
         try:
-            await self._send({"type": "conversation.item.create", "event_id": ids[0], "item": item})
-            await self._send({"type": "response.create", "event_id": ids[1], "in_reply_to": item_id})
+            await self._deliver(question)
             return await question.answered
         finally:
             self._question = None
 
     async def cancel(self) -> None:
-        """Stop the answer under way; ``ask`` then returns what there is. Does nothing if it just ended."""
+        """Stop the answer under way; ``ask`` then returns what there is. Does nothing if it just ended.
+
+        It is a wish that is kept: without a connection it is told to the next one.
+        """
         if self._question is not None:
-            await self._send({"type": "response.cancel"})
+            self._question.stopped = True
+            await self._stop(self._question)
 
     async def close(self) -> None:
         """Leave. The session stays on the server."""
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
         await self._socket.close()
-        await self._reader
+
+    async def _deliver(self, question: _Question) -> None:
+        """Tell the question. A second time is harmless: one item id makes one item, and one item one answer."""
+        content = [{"type": "input_text", "text": question.said}]
+        item = {"id": question.item_id, "type": "message", "role": "user", "content": content}
+        create, ask = question.event_ids
+        await self._send({"type": "conversation.item.create", "event_id": create, "item": item})
+        await self._send({"type": "response.create", "event_id": ask, "in_reply_to": question.item_id})
+
+    async def _stop(self, question: _Question) -> None:
+        """Ask for the stop, if it is known of what."""
+        if question.response_id is not None:
+            seen = len(question.text)
+            await self._send({"type": "response.cancel", "response_id": question.response_id, "seen": seen})
 
     async def _send(self, event: Event) -> None:
-        try:
+        """What is lost with the connection is told again by the next one."""
+        with contextlib.suppress(ConnectionClosed):
             await self._socket.send(json.dumps(event))
-        except ConnectionClosed as end:
-            raise _lost(end) from end
 
     async def _read(self) -> None:
         """Take every event as it comes, also while nobody asks: a socket that is not read stops answering pings."""
         try:
             while True:
-                self._take(json.loads(await self._socket.recv()))
-        except ConnectionClosed as end:
-            self._fail(_lost(end))
+                try:
+                    await self._take(json.loads(await self._socket.recv()))
+                except ConnectionClosed as end:
+                    if _code(end) in _STAY_AWAY:
+                        raise _lost(end) from end
+                    await self._come_back(_lost(end))
+                except _Rejoin:
+                    await self._socket.close()
+                    await self._come_back(ConnectionLost("The connection was lost: a part of the answer was missing."))
+        except ChatError as error:
+            self._fail(error)
         except Exception as error:
             self._fail(ConnectionLost(f"The server sent something that this client does not understand: {error!r}"))
             await self._socket.close()
 
+    async def _come_back(self, lost: ConnectionLost) -> None:
+        """Connect again, with what we hold of the answer under way. Raises ChatError if that can not be."""
+        delay = _FIRST_DELAY_S if self._retry_after_s is None else self._retry_after_s
+        self._retry_after_s = None
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while True:
+                    await asyncio.sleep(delay)
+                    try:
+                        self._socket, created = await self._door.enter(**self._held())
+                        break
+                    except Refused as error:
+                        raise ConnectionLost(str(error)) from error
+                    except ChatError:  # it is not there yet
+                        delay = min(2 * delay + _FIRST_DELAY_S, _LONGEST_DELAY_S) * random.uniform(0.5, 1)
+        except TimeoutError:
+            raise lost from None
+        await self._rejoined(created)
+
+    def _held(self) -> dict[str, str | None]:
+        question = self._question
+        if question is None or question.response_id is None:
+            return {"session_id": self.session_id}
+        point = {"response_id": question.response_id, "epoch": question.epoch, "offset": str(len(question.text))}
+        return {"session_id": self.session_id, **point}
+
+    async def _rejoined(self, created: Event) -> None:
+        """A new connection: what was sent on the one before may not have arrived."""
+        question = self._question
+        if question is None:
+            return
+        if question.response_id is None:
+            await self._deliver(question)
+            return
+        if question.stopped:
+            await self._stop(question)
+        active = created.get("active_response") or {}
+        if active.get("id") != question.response_id:
+            # It ended: its rest is told before the answer to this, if anything is known of it.
+            await self._send({"type": "ping", "t": question.item_id})
+
     def _fail(self, error: ChatError) -> None:
+        self._end = error
         if self._question is not None and not self._question.answered.done():
             self._question.answered.set_exception(error)
 
-    def _take(self, event: Event) -> None:
+    async def _take(self, event: Event) -> None:
+        """Raises _Rejoin if text is missing."""
+        if event["type"] == "server.draining":
+            self._retry_after_s = event["retry_after_ms"] / 1000
         question = self._question
         if question is None or question.answered.done():
             return
@@ -163,10 +282,24 @@ class Connection:
                     question.answered.set_exception(ChatError(message))
             case {"type": "response.created", "in_reply_to": question.item_id, "response": {"id": response_id}}:
                 question.response_id = response_id
+                if event.get("duplicate"):
+                    raise _Rejoin  # it ended while we were away, and we have nothing of it
+                if question.stopped:
+                    await self._stop(question)
             case {"type": "response.output_text.delta", "response_id": question.response_id}:
-                self._take_text(question, question.text[: event["offset"]] + event["delta"])
+                self._take_delta(question, event)
             case {"type": "response.done", "response": {"id": question.response_id} as response}:
                 question.answered.set_result(_answer(question.text, response))
+            case {"type": "pong", "t": question.item_id}:
+                question.answered.set_exception(ChatError("The server has lost this answer. Ask again."))
+
+    def _take_delta(self, question: _Question, event: Event) -> None:
+        if question.stopped:
+            return
+        if event["offset"] > len(question.text):
+            raise _Rejoin
+        question.epoch = event["epoch"]
+        self._take_text(question, question.text[: event["offset"]] + event["delta"])
 
     @staticmethod
     def _take_text(question: _Question, text: str) -> None:
@@ -208,28 +341,33 @@ def _answer(text: str, response: Event) -> Answer:
     )
 
 
-def _why_not(error: Exception, url: str) -> str:
+def _why_not(error: Exception, url: str) -> ChatError:
     """What a failed connect means, and what to do about it."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
+        kind = Refused if status < 500 and status != 429 else ChatError
         try:
             reason = str(json.loads(error.response.body or b"")["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            return f"{url} answered HTTP {status}: no chat server seems to be there."
-        return f"{reason} (HTTP {status})"
+            return kind(f"{url} answered HTTP {status}: no chat server seems to be there.")
+        return kind(f"{reason} (HTTP {status})")
     if isinstance(error, ssl.SSLError):
-        return f"No secure connection to {url}: {error.reason or error}"
+        return Refused(f"No secure connection to {url}: {error.reason or error}")
     if isinstance(error, ConnectionRefusedError) or (
         isinstance(error, OSError) and "Connect call failed" in str(error)
     ):
-        return f"Nothing listens at {url}. Is the server running? Start it with: chat-server serve"
+        return ChatError(f"Nothing listens at {url}. Is the server running? Start it with: chat-server serve")
     if isinstance(error, TimeoutError):
-        return f"{url} did not answer within {OPEN_TIMEOUT_S:.0f} s."
-    return f"Can not connect to {url}: {error}"
+        return ChatError(f"{url} did not answer within {OPEN_TIMEOUT_S:.0f} s.")
+    return ChatError(f"Can not connect to {url}: {error}")
+
+
+def _code(end: ConnectionClosed) -> int:
+    return end.rcvd.code if end.rcvd else 1006
 
 
 def _lost(end: ConnectionClosed) -> ConnectionLost:
-    code = end.rcvd.code if end.rcvd else 1006
+    code = _code(end)
     why = {
         1008: "the credential is no longer valid",
         1012: "the server restarts",

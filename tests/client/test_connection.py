@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
+import aiohttp
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
 from chat_server.client.connection import ChatError, Connection, ConnectionLost, realtime_url
 from chat_server.engine.simulated import Fault, answer_for
-from tests.support.server import QUICK, RunningServer, free_port
+from tests.e2e.line import line_to
+from tests.support.server import QUICK, RunningServer, free_port, running_server
 
 pytestmark = pytest.mark.server
+
+
+@pytest_asyncio.fixture
+async def slow_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """Slow enough to be cut in mid-answer; told to stop, it does not wait for answers."""
+    slow = replace(QUICK, tokens_per_s=400.0)
+    async with running_server(tmp_path, simulated=slow, drain_grace_s=0.0) as running:
+        yield running
 
 
 @asynccontextmanager
@@ -111,11 +125,116 @@ async def test_a_callers_own_fault_comes_back_to_it(server: RunningServer) -> No
 
 
 async def test_a_server_that_stops_ends_the_question(server: RunningServer) -> None:
-    """Whoever waits for an answer is told that the connection is gone."""
-    async with connected(server) as connection:
+    """It is waited for; when that was in vain, whoever asks is told that the connection is gone."""
+    connection = await Connection.open(server.url, patience_s=0.5)
+    try:
         await server.stop()
-        with pytest.raises(ConnectionLost, match="connection was lost"):
-            await connection.ask("Hello", lambda _: None)
+        for _ in range(2):
+            with pytest.raises(ConnectionLost, match="connection was lost"):
+                await connection.ask("Hello", lambda _: None)
+    finally:
+        await connection.close()
+
+
+async def test_an_answer_goes_on_over_cut_connections(slow_server: RunningServer) -> None:
+    """Each piece is passed on once, whenever the line is cut: also before the first one, or while nobody asks."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    async with line_to(slow_server.url) as line:
+        connection = await Connection.open(line.url)
+        try:
+            said: list[dict[str, str]] = []
+            for number in range(3):
+                text = f"👩🏽‍💻 {number}: tell me more, in 200 words."
+                pieces: list[str] = []
+                cuts = sorted(chance.sample(range(1, 60), 3))
+
+                def passed_on(piece: str, pieces: list[str] = pieces, cuts: list[int] = cuts) -> None:
+                    pieces.append(piece)
+                    if cuts and len(pieces) >= cuts[0]:
+                        cuts.pop(0)
+                        line.cut()
+
+                asking = asyncio.ensure_future(connection.ask(text, passed_on))
+                await asyncio.sleep(chance.choice([0, 0.001, 0.01]))
+                line.cut()
+                answer = await asking
+                said.append({"role": "user", "content": text})
+                assert "".join(pieces) == answer.text == answer_for(said)
+                assert (answer.status, cuts) == ("completed", [])
+                said.append({"role": "assistant", "content": answer.text})
+                line.cut()
+        finally:
+            await connection.close()
+
+
+async def test_a_restart_of_the_server_is_survived(slow_server: RunningServer) -> None:
+    """1012, in the middle of an answer and before the next one: both answers are whole."""
+    async with connected(slow_server) as connection:
+        pieces: list[str] = []
+        restarting: list[asyncio.Future[None]] = []
+
+        async def restart() -> None:
+            await slow_server.drain()
+            await slow_server.start()
+
+        def passed_on(piece: str) -> None:
+            if len(pieces) == 3:
+                restarting.append(asyncio.ensure_future(restart()))
+            pieces.append(piece)
+
+        text = "Tell me more, in 400 words."
+        answer = await connection.ask(text, passed_on)
+        assert "".join(pieces) == answer.text == answer_for([{"role": "user", "content": text}])
+        [task] = restarting
+        await task
+        await slow_server.drain()
+        asking = asyncio.ensure_future(connection.ask("And now?", lambda _: None))
+        await slow_server.start()
+        assert "Before it came 2 messages" in (await asking).text
+
+
+async def test_a_stop_outlives_the_cut(slow_server: RunningServer) -> None:
+    """Asked for while the line is down, it is told to the next connection; no text follows."""
+    async with line_to(slow_server.url) as line:
+        connection = await Connection.open(line.url)
+        try:
+            pieces: list[str] = []
+            stopping: list[asyncio.Future[None]] = []
+
+            def passed_on(piece: str) -> None:
+                pieces.append(piece)
+                if len(pieces) == 5:
+                    line.cut(down=True)
+                    stopping.append(asyncio.ensure_future(connection.cancel()))
+                    asyncio.get_running_loop().call_later(0.5, line.up)
+
+            answer = await connection.ask("Tell me more, in 5000 words.", passed_on)
+            assert answer.status == "cancelled"
+            assert answer.text == "".join(pieces)
+            assert len(pieces) == 5
+            assert "Before it came 2 messages" in (await connection.ask("And now?", lambda _: None)).text
+        finally:
+            await connection.close()
+
+
+async def test_an_answer_that_ended_unheard_is_told(server: RunningServer) -> None:
+    """Nothing of it had arrived when the line went: all of it comes with the next connection."""
+    async with line_to(server.url) as line:
+        connection = await Connection.open(line.url)
+        try:
+            line.swallow(sent=False)
+            pieces: list[str] = []
+            asking = asyncio.ensure_future(connection.ask("Hello", pieces.append))
+            async with server.connect(session_id=connection.session_id) as client:
+                await client.until("response.done")
+            assert pieces == []
+            line.cut()
+            answer = await asking
+            assert "".join(pieces) == answer.text == answer_for([{"role": "user", "content": "Hello"}], QUICK.words)
+        finally:
+            await connection.close()
 
 
 async def test_where_nothing_listens_it_says_how_to_start_the_server() -> None:
@@ -141,3 +260,19 @@ async def test_another_kind_of_server_is_told_apart() -> None:
             await Connection.open(f"http://127.0.0.1:{port}")
     finally:
         await runner.cleanup()
+
+
+async def test_a_session_that_is_gone_ends_the_connection(server: RunningServer) -> None:
+    """Coming back would not help: it says why at once, and does not wait."""
+    async with line_to(server.url) as line:
+        connection = await Connection.open(line.url)
+        try:
+            line.cut(down=True)
+            session = f"{server.url}/v1/sessions/{connection.session_id}"
+            async with aiohttp.ClientSession() as http, http.delete(session) as told:
+                assert told.status < 300
+            line.up()
+            with pytest.raises(ConnectionLost, match=f"{connection.session_id}.*HTTP 404"):
+                await connection.ask("Hello", lambda _: None)
+        finally:
+            await connection.close()
