@@ -100,7 +100,7 @@ async def _read(
 def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:
     """Whether the client was told more of the running answer than this replica has heard: that is on its way."""
     response = live.response
-    if response is None or response.id != held.response_id:
+    if response is None or response.id != held.response_id or not held.offset:
         return False
     known = [epoch for epoch, _ in response.epochs]
     return (held.epoch not in known and live.turn is None) or (

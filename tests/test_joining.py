@@ -13,10 +13,12 @@ import pytest
 import pytest_asyncio
 
 from chat_server import joining
+from chat_server.core.client_events import Flush
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import LOCAL
 from chat_server.core.response import ResumePoint
 from chat_server.edge.outbox import Outbox
+from chat_server.edge.realtime import Connection
 from chat_server.engine.simulated import answer_for
 from chat_server.live import Gap, LiveSession
 from chat_server.store.messages import Text
@@ -178,6 +180,21 @@ async def test_text_of_an_unknown_making_starts_again(replicas: list[RunningServ
         first = next(event for event in client.events if event["type"] == DELTA)
         assert first["offset"] == 0
     assert held.text == whole()
+
+
+async def test_who_holds_nothing_of_an_answer_is_let_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no epoch to name, and can not be ahead of a replica: nothing is waited for."""
+    monkeypatch.setattr(joining, "_BEHIND_S", 3600)
+    asked = begun()
+    live = LiveSession("sess_1")
+    running = RunningState(asked, "item_1", "token_1", "replica_1", "One")
+    live.load(SessionState(LOCAL, 0, "m", SessionSettings(), 10, 1, running))
+    held = ResumePoint(asked.id, "", 0)
+    socket = FakeSocket()
+    outbox = Outbox(socket, extensions=True, heartbeat_s=15, send_timeout_s=10, now=0.0)
+    connection = Connection(cast("Any", socket), outbox, cast("Any", None), Flush())
+    await joining.join(cast("Any", None), live, connection, resumed=True, history=None, held=held)
+    assert connection in live.connections
 
 
 async def test_an_answer_that_left_nothing_is_ended_all_the_same(replicas: list[RunningServer]) -> None:
