@@ -453,7 +453,8 @@ def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
             fields["later"] = to_wire(later)[1:-1]
         if turn is not None and turn.cut is not None:
             fields["cancel"] = str(turn.cut.length)
-        text = response.text(0)
+        # With what is under way: it may be told by an answer of the store that comes only after this.
+        text = response.text_under_way()
     queued = live.queued
     if queued is not None:
         item, outcome = cancelled_in_queue(queued)

@@ -15,12 +15,14 @@ import redis.asyncio
 from chat_server import answers as answers_module
 from chat_server import hub as hub_module
 from chat_server.answers import Answers
+from chat_server.core.response import State
 from chat_server.engine.simulated import Fault, answer_for
 from chat_server.hub import Hub
 from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
+from chat_server.store.replies import Snapshot
 from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
@@ -326,3 +328,29 @@ async def test_an_answer_that_can_not_be_written_again_is_left(trouble: Exceptio
         store.troubles = {"a1": trouble}
         answers_of(hub, store, committer)._refused(live, live.turn, "missing")
         await until(lambda: committer.lost == [live.turn.writer] if live.turn else False)
+
+
+async def test_text_on_its_way_to_a_store_that_loses_it_is_written_again_too() -> None:
+    """The answer that says that it is stored may come later, from the store as it was: then it is told."""
+    store, committer = PlayedStore(), PlayedCommitter()
+    written: list[Snapshot] = []
+
+    async def restore(session_id: str, snapshot: Snapshot) -> bool:
+        written.append(snapshot)
+        return True
+
+    store.restore = restore  # type: ignore[method-assign, assignment]
+    async with running_hub(store) as hub:
+        live = await make_here(hub, "a1")
+        assert live.turn is not None
+        response = live.turn.response
+        response.move(State.PREFILL)
+        response.on_text("Hello")
+        response.take_commit()
+        response.stored_in_flight()
+        response.on_text(" you there")
+        under_way = response.take_commit()
+        assert await answers_of(hub, store, committer).write_again(live)
+    assert under_way is not None
+    assert under_way.text
+    assert [snapshot.text for snapshot in written] == [response.text(0) + under_way.text]
