@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -14,6 +15,38 @@ from tests.model import runs
 
 #: seeds that a process takes at once.
 _CHUNK = 20
+#: worlds in which all of the following happens, or the schedules do not reach what they are there for.
+_ENOUGH = 300
+_MUST_HAPPEN = (
+    "answers begun",
+    "answers cancelled",
+    "answers completed",
+    "answers queued",
+    "attempts",
+    "begun late",
+    "cuts from the store",
+    "drains",
+    "engines gone",
+    "hand-overs",
+    "kills",
+    "outages",
+    "outages with a loss",
+    "owners refused",
+    "pauses",
+    "put-backs that lost nothing",
+    "put-backs with a witness",
+    "put-backs without a witness",
+    "stops",
+    "stops in the queue",
+    "subscriptions broken",
+    "take-overs",
+    "taken when left",
+    "texts cut",
+    "texts taken back",
+    "texts written whole",
+    "witnesses lost",
+    "written again",
+)
 
 
 @click.command()
@@ -24,17 +57,23 @@ def main(seeds: int, first: int, seed: int | None) -> None:
     """Run the worlds of SEEDS seeds, on all cores."""
     if seed is not None:
         raise SystemExit(_one(seed))
-    found = 0
+    found, counts = 0, Counter[str]()
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool, Progress() as progress:
         bar = progress.add_task("worlds", total=seeds)
         chunks = [range(at, min(at + _CHUNK, first + seeds)) for at in range(first, first + seeds, _CHUNK)]
-        for chunk, failures in zip(chunks, pool.imap(runs.failures, chunks), strict=True):
+        for chunk, (failures, counted) in zip(chunks, pool.imap(runs.failures, chunks), strict=True):
             progress.advance(bar, len(chunk))
+            counts.update(counted)
             for failure in failures:
                 found += 1
                 progress.console.print(failure, markup=False, highlight=False)
+    for kind, count in sorted(counts.items()):
+        print(f"{count:8} {kind}")
+    missing = [kind for kind in _MUST_HAPPEN if not counts[kind]] if seeds >= _ENOUGH else []
+    if missing:
+        print(f"Never reached: {', '.join(missing)}")
     print(f"{seeds} worlds, {found} failed")
-    raise SystemExit(found > 0)
+    raise SystemExit(found > 0 or bool(missing))
 
 
 def _one(seed: int) -> int:

@@ -47,6 +47,8 @@ class Answer:
     in_reply_to: str | None = None
     text: str = ""
     epoch: str = ""
+    #: epochs out of which text was taken back without more
+    gone: set[str] = field(default_factory=set)
     #: what came last on this connection
     stage: int = -1
     #: it was told as ended, and how
@@ -404,11 +406,18 @@ class Client:
             raise Broken(f"{self.name} misses text of {answer.id} before {event}, it holds {answer.text!r}")
         if event["offset"] < len(answer.text) and not self.world.takes_back(answer, event):
             raise Broken(f"{self.name} is told {event} and holds {answer.text!r}")
+        if event["offset"] < len(answer.text) and not event["delta"] and answer.id in self.world.oracle.older_texts:
+            answer.gone.add(event["epoch"])
+        if not self.world.may_follow(answer, event):
+            raise Broken(f"{self.name} is told {event} in an epoch that was taken back")
         answer.text = answer.text[: event["offset"]] + event["delta"]
         answer.epoch = event["epoch"]
 
     def _done(self, answer: Answer, response: dict[str, Any]) -> None:
-        if answer.status not in (None, "from history", response["status"]) and not self.world.oracle.lost:
+        if (
+            answer.status not in (None, "from history", response["status"])
+            and answer.id not in self.world.oracle.unended
+        ):
             raise Broken(f"{self.name} is told that {answer.id} ended twice: {answer.status}, {response['status']}")
         self.world.trace(f"{self.name} knows that {answer.id} is {response['status']}")
         answer.status = response["status"]

@@ -17,7 +17,6 @@ from typing import Any
 import hiredis
 
 from chat_server.errors import StoreError, StoreUnavailable
-from chat_server.store import keys
 from chat_server.store.server import Server, library
 from tests.model.scheduler import Clock, Loop
 
@@ -60,7 +59,8 @@ class Wire:
 class Valkey:
     """The real store as the model uses it: commands one by one, and what each of them published."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, edit: Callable[[str], str] = str) -> None:
+        """``edit``: what becomes of the scripts before they are loaded."""
         self.wire = Wire(path)
         self._messages = Wire(path)
         self._messages.ask(("PSUBSCRIBE", "chat:replica:*:inbox"))
@@ -69,7 +69,7 @@ class Valkey:
             r"local t = redis\.call\('TIME'\)\n.*", f"return tonumber(redis.call('GET', '{_NOW}'))", code
         )
         assert count == 1, "the scripts read the clock in one place"
-        [reply] = self.wire.ask(("FUNCTION", "LOAD", "REPLACE", code))
+        [reply] = self.wire.ask(("FUNCTION", "LOAD", "REPLACE", edit(code)))
         assert isinstance(reply, bytes), reply
 
     def do(self, now_ms: int, command: Sequence[Any]) -> tuple[Any, list[tuple[bytes, bytes]]]:
@@ -87,18 +87,14 @@ class Valkey:
         while (message := self._messages.read())[0] != b"pong":
             yield message[2], message[3]
 
-    def copy(self, session_id: str) -> dict[str, bytes]:
-        """All keys of a session, as they are now."""
-        names = keys.session_keys(session_id)
-        dumps = self.wire.ask(*(("DUMP", name) for name in names))
-        return {name: dump for name, dump in zip(names, dumps, strict=True) if dump is not None}
+    def copy(self) -> dict[bytes, bytes]:
+        """All that is stored: sessions, leases, what runs."""
+        [names] = self.wire.ask(("KEYS", "*"))
+        return dict(zip(names, self.wire.ask(*(("DUMP", name) for name in names)), strict=True))
 
-    def put_back(self, session_id: str, copy: dict[str, bytes]) -> None:
-        """Make a session what it was."""
-        self.wire.ask(("DEL", *keys.session_keys(session_id)))
-        for name, dump in copy.items():
-            [reply] = self.wire.ask(("RESTORE", name, 10**9, dump))
-            assert reply == b"OK", reply
+    def put_back(self, copy: dict[bytes, bytes]) -> None:
+        """Make all what it was."""
+        self.wire.ask(("FLUSHALL",), *(("RESTORE", name, 10**9, dump) for name, dump in sorted(copy.items())))
 
     def clear(self) -> None:
         self.wire.ask(("FLUSHALL",))
@@ -159,15 +155,29 @@ class Link:
 Watcher = Callable[[Link, str, Sequence[Any], Any], None]
 
 
+@dataclass(frozen=True)
+class Copy:
+    """The store as it was, and when the leases in it run out."""
+
+    stored: dict[bytes, bytes]
+    expires: dict[str, float]
+
+
 @dataclass
 class Network:
-    """All links. ``on_done`` is told each function that was carried out, with its arguments and its reply."""
+    """All links. ``on_done`` is told each function that was carried out, with its arguments and its reply.
+
+    ``on_answered`` is told the same when the reply is there.
+    """
 
     valkey: Valkey
     clock: Clock
     random: random.Random
     trace: Callable[[str], None]
     on_done: Watcher
+    on_answered: Watcher
+    #: the store carries nothing out, for anybody.
+    away: bool = False
     weather: Weather = field(default_factory=Weather)
     links: dict[str, Link] = field(default_factory=dict)
     #: when leases run out
@@ -177,7 +187,7 @@ class Network:
         """Take a call on its way, whatever becomes of it."""
         draw, weather = self.random.random(), self.weather
         delay = weather.delay(self.random, weather.slow)
-        if not link.up or draw < weather.lost_request:
+        if self.away or not link.up or draw < weather.lost_request:
             self._fail(link, commands, answer, "never got there", delay)
         elif draw < (lost := weather.lost_request + weather.lost_reply):
             some = commands[: self.random.randint(1, len(commands))]
@@ -208,7 +218,7 @@ class Network:
             answer.set_exception(StoreUnavailable("The store can not be reached (model)."))
 
     def _do(self, link: Link, commands: Sequence[Sequence[Any]], answer: asyncio.Future[list[Any]] | None) -> None:
-        if (link.dead or not link.up) and self.random.random() < 0.5:
+        if self.away or ((link.dead or not link.up) and self.random.random() < 0.5):
             if answer is not None and not link.dead:
                 self._refuse(answer)
             return
@@ -216,15 +226,32 @@ class Network:
         if answer is None:
             return
         delay = self.weather.delay(self.random, self.weather.slow)
-        self.clock.after(delay, lambda: self._answer(link, answer, replies))
+        self.clock.after(delay, lambda: self._answer(link, commands, answer, replies))
 
-    def _answer(self, link: Link, answer: asyncio.Future[list[Any]], replies: list[Any]) -> None:
+    def _answer(
+        self, link: Link, commands: Sequence[Sequence[Any]], answer: asyncio.Future[list[Any]], replies: list[Any]
+    ) -> None:
         if link.dead or answer.done():
             return
-        if link.up:
-            answer.set_result(replies)
-        else:
+        if self.away or not link.up:
             self._refuse(answer)
+            return
+        answer.set_result(replies)
+        for command, reply in zip(commands, replies, strict=True):
+            if command[0] == "FCALL":
+                self.on_answered(link, *self._called(command), reply)
+
+    def _called(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+        return self.valkey.function(command), command[3 + int(command[2]) :]
+
+    def copy(self) -> Copy:
+        """The store as it is now."""
+        return Copy(self.valkey.copy(), dict(self._expires))
+
+    def put_back(self, copy: Copy) -> None:
+        """Make the store what it was."""
+        self.valkey.put_back(copy.stored)
+        self._expires = dict(copy.expires)
 
     def do(self, link: Link, command: Sequence[Any]) -> Any:
         """Carry one command out."""
@@ -237,8 +264,7 @@ class Network:
             command = command[:3]
         reply, published = self.valkey.do(self.clock.time_ns() // 1_000_000, command)
         if command[0] == "FCALL":
-            function = self.valkey.function(command)
-            args = command[3 + int(command[2]) :]
+            function, args = self._called(command)
             if function not in ("renew", "unwatched"):
                 self.trace(f"{link.name} {self.describe(command)} = {short(reply)}")
             self.on_done(link, function, args, reply)
@@ -283,7 +309,7 @@ class Network:
 
     def subscribe(self, link: Link, answer: asyncio.Future[Any]) -> None:
         def subscribed() -> None:
-            if link.dead or not link.up:
+            if self.away or link.dead or not link.up:
                 self._refuse(answer)
                 return
             link.subscription = subscription = Subscription()

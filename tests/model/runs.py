@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -18,12 +19,12 @@ _SHOWN = 60
 
 
 @contextmanager
-def valkey(folder: Path) -> Iterator[Valkey]:
-    """A real Valkey, with its data in a folder."""
+def valkey(folder: Path, edit: Callable[[str], str] = str) -> Iterator[Valkey]:
+    """A real Valkey, with its data in a folder; ``edit``: what becomes of the scripts before they are loaded."""
     embedded = EmbeddedValkey(folder)
     with asyncio.Runner() as runner:
         url = runner.run(embedded.start())
-        store = Valkey(unquote(urlsplit(url).path))
+        store = Valkey(unquote(urlsplit(url).path), edit)
         try:
             yield store
         finally:
@@ -31,21 +32,24 @@ def valkey(folder: Path) -> Iterator[Valkey]:
             runner.run(embedded.stop())
 
 
-def failure(seed: int, store: Valkey) -> str | None:
-    """Run a seed's world; what does not hold in it, with what happened before, or None."""
+def failure(seed: int, store: Valkey, counts: Counter[str]) -> str | None:
+    """Run a seed's world; what does not hold in it, with what happened before, or None. Adds to ``counts``."""
     world = World(seed, store)
     try:
         world.run()
     except Exception as error:
         lines = "\n".join(world.lines[-_SHOWN:])
         return f"{lines}\nSeed {seed}: {type(error).__name__}: {error}\nThe whole trace: make model SEED={seed}"
+    finally:
+        counts.update(world.counts)
     return None
 
 
-def failures(seeds: Iterable[int]) -> list[str]:
-    """Run the worlds of many seeds on a store of their own, for a process beside others."""
+def failures(seeds: Iterable[int]) -> tuple[list[str], Counter[str]]:
+    """Run the worlds of many seeds on a store of their own, for a process beside others; what happened, how often."""
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as store:
-        return [found for seed in seeds if (found := failure(seed, store)) is not None]
+        return [found for seed in seeds if (found := failure(seed, store, counts)) is not None], counts
 
 
 def trace(seed: int, store: Valkey) -> tuple[list[str], str | None]:

@@ -47,7 +47,7 @@ def test_a_seed_repeats_its_world(store: Valkey) -> None:
 def test_a_text_that_is_told_before_it_is_stored_is_found(store: Valkey) -> None:
     """The model sees what it is there to see."""
     world = World(1, store)
-    world.oracle.texts["resp"] = "Hel"
+    world.oracle.facts("resp").texts["resp"] = "Hel"
     delta = {"type": "response.output_text.delta", "response_id": "resp", "offset": 0, "delta": "Hello"}
     with pytest.raises(Broken, match="told and not stored"):
         world.oracle.on_told(delta)

@@ -7,7 +7,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,17 +24,24 @@ from chat_server.errors import StoreError
 from chat_server.hub import Hub
 from chat_server.settings import EngineAddress, Limits, Secret, Settings
 from chat_server.store.committer import Committer
+from chat_server.store.messages import ResponseEnded, decode
 from chat_server.store.redis import Store
 from chat_server.turn import Conductor
 from tests.model.client import Answer, Client
 from tests.model.engines import URLS, EngineClient, Engines
-from tests.model.network import Link, ModelServer, Network, Valkey, Weather
-from tests.model.oracle import Broken, Oracle
+from tests.model.network import Copy, Link, ModelServer, Network, Valkey, Weather
+from tests.model.oracle import Broken, Oracle, Session, Witness
 from tests.model.scheduler import Clock, Loop, step
 
 #: seconds of faults, and in which all must have come to rest after them.
 _STORM_S = 15.0
 _REST_S = 90.0
+#: seconds in which a replica must have written again what the store lost: a call without an answer takes five of them,
+#: and where calls are lost there may be many.
+_WRITE_AGAIN_S = 8.0
+_WRITE_AGAIN_IN_STORM_S = 25.0
+#: seconds for which an end is kept at least.
+_KEPT_S = 5.0
 #: steps of the driver in one world: more means that something turns in a circle.
 _MAX_STEPS = 200_000
 _SETTINGS = Settings(redis_url=Secret("redis://model"), limits=Limits(max_queue_s=20.0, resume_window_s=60.0))
@@ -165,11 +172,15 @@ class World:
         valkey.clear()
         self.valkey = valkey
         self.engines = Engines(random.Random(seed + 1), self.fail)
-        self.oracle = Oracle(valkey.wire, self.engines)
-        self.network = Network(valkey, self.clock, self.random, self.trace, self.oracle.on_done)
         self.clients: list[Client] = []
         self.replicas: list[Replica] = []
         self.graves: list[Replica] = []
+        #: (replica, session) -> when it heard of an end that it wrote, and that one's version
+        self._ends: dict[tuple[str, str], tuple[float, int]] = {}
+        self._copying = False
+        self.oracle = Oracle(valkey.wire, self.engines, self.clock, lambda name: self._there(name) is not None)
+        self.counts = self.oracle.counts
+        self.network = Network(valkey, self.clock, self.random, self.trace, self.oracle.on_done, self._on_answered)
 
     @property
     def weather(self) -> Weather:
@@ -179,6 +190,20 @@ class World:
         """Something does not hold; said where the server's own care for exceptions does not hide it."""
         self.trace(f"!!! {why}")
         self.broken.append(why)
+
+    def _there(self, name: str) -> Replica | None:
+        """A replica that is neither killed nor stopped nor cut off."""
+        found = [r for r in self.replicas if r.id == name and not r.loop.stopped and r.link.up]
+        return found[0] if found else None
+
+    def _on_answered(self, link: Link, function: str, args: Sequence[Any], reply: Any) -> None:
+        """A replica knows the end that it wrote, and all before it: it has to keep that for a while."""
+        if function != "finish" or reply[0] != b"ok" or (replica := self._there(link.name)) is None:
+            return
+        ended, live = decode(reply[1]), replica.hub.find(args[0])
+        assert isinstance(ended, ResponseEnded)
+        if live is not None and live.known == ended.before and live.turn is not None and live.conversation is not None:
+            self._ends[link.name, live.id] = (self.clock.now, ended.version)
 
     def trace(self, line: str) -> None:
         self.lines.append(f"{len(self.lines):5} {self.clock.now - 1000:8.4f}  {line}")
@@ -271,8 +296,7 @@ class World:
             self._engine_dies,
         ):
             self._now_and_then(fault, draw.choice((2.0, 6.0, 1000.0, 1000.0)))
-        if draw.random() < 0.2:
-            self._now_and_then(self._copy_store, 5.0)
+        self._now_and_then(self._lose_writes, draw.choice((2.0, 5.0, 1000.0, 1000.0)))
 
     def start_replica(self) -> None:
         self._replicas += 1
@@ -334,6 +358,7 @@ class World:
         if replica is None:
             return
         self.trace(f"{replica.id} is killed")
+        self.counts["kills"] += 1
         self.kill(replica)
 
     def kill(self, replica: Replica) -> None:
@@ -341,6 +366,7 @@ class World:
         replica.kill()
         self.replicas.remove(replica)
         self.graves.append(replica)
+        self.oracle.look_at_losses()
         self.clock.after(0.1 + self.random.random() * 6, self.start_replica)
 
     def _pause(self) -> None:
@@ -348,7 +374,9 @@ class World:
         if replica is None or replica.loop.stopped:
             return
         self.trace(f"{replica.id} is stopped")
+        self.counts["pauses"] += 1
         replica.loop.stopped = True
+        self.oracle.look_at_losses()
 
         def go_on() -> None:
             if not replica.dead:
@@ -361,12 +389,15 @@ class World:
         replica = self.some_replica(self.random)
         if replica is not None:
             self.trace(f"{replica.id} is told to stop")
+            self.counts["drains"] += 1
             replica.drain()
 
     def _cut_off(self) -> None:
+        self.counts["cuts from the store"] += 1
         self._cut(self.random.sample(self.replicas, min(1, len(self.replicas))))
 
     def _store_away(self) -> None:
+        self.counts["outages"] += 1
         self._cut(list(self.replicas))
 
     def _cut(self, replicas: list[Replica]) -> None:
@@ -378,6 +409,7 @@ class World:
             replica.link.up = False
             self.network.break_subscription(replica.link)
             self.clock.after(seconds, partial(self._reconnect, replica))
+        self.oracle.look_at_losses()
 
     def _reconnect(self, replica: Replica) -> None:
         if not replica.dead:
@@ -386,31 +418,66 @@ class World:
 
     def _break_inbox(self) -> None:
         if self.replicas:
+            self.counts["subscriptions broken"] += 1
             self.network.break_subscription(self.random.choice(self.replicas).link)
 
     def _engine_dies(self) -> None:
         url = self.random.choice(URLS)
         self.trace(f"{url} dies")
+        self.counts["engines gone"] += 1
         self.engines.stop(url)
         self.clock.after(self.random.random() * 5, lambda: self.engines.start(url))
 
-    def _copy_store(self) -> None:
-        """The store fails over to a machine that lacks the last of what was written."""
-        session_id = self.clients[0].session_id
-        if session_id is None or not (copy := self.valkey.copy(session_id)):
+    def _lose_writes(self) -> None:
+        """The store fails, and comes back after a while without the last of what was written."""
+        if self._copying or self.clients[0].session_id is None or self.oracle.losses or self.network.away:
             return
-        self.clock.after(
-            self.random.random() * self.random.choice((0.1, 1.0)), lambda: self._put_back(session_id, copy)
-        )
+        self._copying = True
+        self._copy_store()
 
-    def _put_back(self, session_id: str, copy: dict[str, bytes]) -> None:
-        if self.clock.now > 1000 + _STORM_S:
+    def _copy_store(self) -> None:
+        self.trace("the store is copied")
+        fail = partial(self._fail_store, self.network.copy(), dict(self.oracle.sessions))
+        self.clock.after(self.random.random() * self.random.choice((0.1, 1.0)), fail)
+
+    def _fail_store(self, copy: Copy, copied: dict[str, Session]) -> None:
+        if self.oracle.sessions == copied and self.clock.now < 1000 + _STORM_S:
+            self._copy_store()  # nothing was written meanwhile that it could lose
             return
-        self.trace(f"{session_id} is put back to an older copy")
-        self.valkey.put_back(session_id, copy)
-        self.oracle.on_other_store(session_id)
+        self.trace("the store fails")
+        self.counts["outages with a loss"] += 1
+        self.network.away = True
         for replica in self.replicas:
             self.network.break_subscription(replica.link)
+        seconds = self.random.choice((0.0, self.random.random() * 2, self.random.random() * 12))
+        self.clock.after(seconds, partial(self._put_back, copy, self.clock.now))
+
+    def _put_back(self, copy: Copy, failed_at: float) -> None:
+        self.trace("the store is back, as it was when it was copied")
+        self.network.away = self._copying = False
+        self.network.put_back(copy)
+        deadline = self.clock.now + (_WRITE_AGAIN_S if self.weather == Weather() else _WRITE_AGAIN_IN_STORM_S)
+        for session_id in list(self.oracle.sessions):
+            witnesses = self._witnesses(session_id, failed_at)
+            self.trace(f"{session_id} is known by {witnesses}")
+            self.oracle.put_back(session_id, witnesses, deadline)
+
+    def _witnesses(self, session_id: str, failed_at: float) -> list[Witness]:
+        """Who has to write again what a session lost: who makes its answer, and who ended one a moment ago."""
+        found, token = [], self.oracle.sessions[session_id].response.get("token")
+        for replica in self.replicas:
+            if self._there(replica.id) is None:
+                continue
+            live = replica.hub.find(session_id)
+            turn = live.turn if live is not None else None
+            if live is not None and turn is not None:
+                if turn.writer.token == token and not turn.writer.lost and not turn.left:
+                    found.append(Witness(replica.id, live.known, is_owner=True, knows_wish=turn.stopped))
+                continue
+            ended_at, version = self._ends.get((replica.id, session_id), (0.0, 0))
+            if failed_at - ended_at < _KEPT_S:
+                found.append(Witness(replica.id, version, is_owner=False))
+        return found
 
     # --- its end
 
@@ -426,6 +493,10 @@ class World:
     def _unrest(self) -> str:
         """What is still going on."""
         oracle = self.oracle
+        if self._copying:
+            return "the store is away"
+        if oracle.losses:
+            return f"to be written again: {oracle.losses}"
         for session_id, known in oracle.sessions.items():
             if known.running or known.queued:
                 return f"{session_id} makes {known.running}, queued {known.queued}"
@@ -441,8 +512,7 @@ class World:
             for answer in client.answers.values():
                 waits = answer.stage >= 0 and answer.status is None
                 # The end of one of which the store knows nothing any more is told to nobody.
-                gone = answer.id in oracle.deleted or oracle.is_forgotten(answer.id) or oracle.lost
-                if waits and not gone:
+                if waits and not oracle.has_no_end(answer.id):
                     return f"{client.name} was not told the end of {answer.id}"
         for replica in self.replicas:
             if replica.loop.stopped or not replica.link.up or replica.draining or not replica.hub.ready:
@@ -457,12 +527,10 @@ class World:
 
     def _check_rest(self) -> None:
         """At rest: what clients were told is what is stored."""
-        if self.oracle.lost:
-            return  # ends that were told may be gone with their owner
         for client in self.clients:
             for answer in client.answers.values():
-                ended = self.oracle.ended.get(answer.id)
-                if answer.status in (None, "from history"):
+                ended = self.oracle.ended(answer.id)
+                if answer.status in (None, "from history") or answer.id in self.oracle.unended:
                     continue
                 if ended is None or ended.outcome.status != answer.status:
                     raise Broken(f"{client.name} knows {answer} and {ended} is stored")
@@ -476,6 +544,22 @@ class World:
             self.fail(f"{client.name}: {broken}")
 
     def takes_back(self, answer: Answer, event: dict[str, Any]) -> bool:
-        """Whether text may be taken back: told from the start again, or by a cut."""
-        oracle = self.oracle
-        return event["offset"] == 0 or oracle.lost or answer.id in oracle.ended or answer.id in oracle.wishes
+        """Whether text may be taken back: by a cut, or as the store lost it with all who knew it.
+
+        Then it is the same up to there, and what follows is told in a new epoch.
+        """
+        oracle, facts = self.oracle, self.oracle.facts(answer.id)
+        if answer.id in facts.ended or answer.id in facts.wishes:
+            self.counts["texts cut"] += 1
+            return True
+        if answer.id not in oracle.older_texts or (event["epoch"] == answer.epoch and event["delta"]):
+            return False
+        self.counts["texts taken back"] += 1
+        return oracle.text(answer.id).startswith(answer.text[: event["offset"]])
+
+    def may_follow(self, answer: Answer, event: dict[str, Any]) -> bool:
+        """Whether a text that was taken back grows again: to what it was, if not in a new epoch."""
+        whole = answer.text[: event["offset"]] + event["delta"]
+        return event["epoch"] not in answer.gone or any(
+            text.startswith(whole) for text in (self.oracle.text(answer.id), *self.oracle.older_texts[answer.id])
+        )
