@@ -20,7 +20,7 @@ SEEDS ?= 1000
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos model clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos model model-mutants clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ chaos: $(VENV)/.installed ## clients that judge every event while sockets, repli
 
 model: $(VENV)/.test ## who makes an answer, under random schedules: SEEDS=10000, or SEED=7 for one with its trace
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.model $(if $(SEED),--seed $(SEED),$(SEEDS))
+
+model-mutants: $(VENV)/.test ## that the model check can fail: the server broken in known ways, each found by some seed
+	@PYTHONHASHSEED=0 $(BIN)/python -m tests.model.mutants
 
 browser: ## Chromium, for the tests of the page
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -1,7 +1,8 @@
 """Ownership of answers under random schedules: replicas, store and network fail in any order, and nothing is lost,
 repeated, mixed or stuck.
 
-``World`` says what can happen, ``Oracle`` and ``Client`` what must hold. ``make model SEEDS=10000`` runs many more.
+``World`` says what can happen, ``Oracle`` and ``Client`` what must hold. ``make model SEEDS=10000`` runs many more,
+``make model-mutants`` shows that they fail for a server that is broken.
 """
 
 from __future__ import annotations
