@@ -291,6 +291,8 @@ class Oracle:
     def _outlives(self, session_id: str, function: str, before: Session, after: Session) -> bool:
         """Whether an operation is to be looked at as any other while a loss waits to be written again."""
         if after.version == before.version:
+            if after.running in self._facts[session_id].texts:  # it may be told
+                self._catch_up(session_id, after)
             return False
         # By a replica that knew nothing of the loss: what was lost stays so (see the limits on the decision's page).
         self.counts["written over by who knew nothing"] += 1
@@ -403,8 +405,8 @@ class Oracle:
         self.counts[f"answers {outcome.status}"] += 1
         if ended.offset == len(before.text):
             text = before.text + ended.rest
-        elif ended.response in self._regrows:  # it ends with what its owner knows
-            text = self.text(ended.response)[: ended.offset] + ended.rest
+        elif had := [text for text in self._known_texts(ended.response) if len(text) >= ended.offset]:
+            text = had[0][: ended.offset] + ended.rest  # it ends with what its owner knows
         else:
             raise Broken(f"{ended.response} ended at {ended.offset}, and {len(before.text)} were stored")
         if not text.startswith(self.text(ended.response)):
@@ -426,6 +428,12 @@ class Oracle:
             raise Broken(f"{ended.response} left {text_of(item)!r} and not {text[: outcome.text_length]!r}")
         if (link.name, ended.response) in self._engines.streams:
             raise Broken(f"{ended.response} ended while its engine still worked")
+
+    def _known_texts(self, response_id: str) -> list[str]:
+        """What an owner may know of an answer that the store lost text of."""
+        if response_id not in self._regrows and response_id not in self.older_texts:
+            return []
+        return [self.text(response_id), *self.older_texts.get(response_id, ())]
 
     def _on_queued_end(self, message: bytes) -> None:
         ended = decode(message)
