@@ -83,12 +83,14 @@ class Answers:
     ) -> None:
         """Make the session's running response here. Holds the session's lock.
 
-        ``message`` said that it is ours; it was applied, unless messages before it are missing. ``attempts`` were made
+        ``message`` said that it is ours; it was applied, unless messages before it are missing. Before that the caller
+        let the session know all ``items``: messages after it may be applied with it. ``attempts`` were made
         before without new text; ``wish``: somebody wants it stopped.
         """
         if live.response is None or live.response_token != token:
             # The connections start again; the answer is made all the same.
             live.unload()
+            live.conversation = Conversation(items)
             change = self._hub.apply(live, message)
             assert isinstance(change, Change), "it began, or moved here"
             live.known = change.version  # all items come with it
@@ -104,7 +106,7 @@ class Answers:
             on_refused=lambda reply: self._refused(live, turn, reply),
             on_lost=lambda: self._lost(live, turn),
         )
-        live.conversation = Conversation(items)
+        assert live.conversation is not None, "all items came with it"
         turn: Turn = Turn(
             session_id=live.id,
             principal=live.owner,
@@ -353,6 +355,7 @@ class Answers:
         if not live.take_text(taken.text):
             self._hub.drop(live)  # the store lost some: what we told is not what we would go on from
             return
+        live.conversation = Conversation(taken.items)
         await self._hub.apply_own(live, taken.message)
         live.doubted = False
         log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")

@@ -19,6 +19,7 @@ from chat_server.core.client_events import (
     ResponseParams,
     SessionPatch,
 )
+from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
 from chat_server.core.items import Item, ResponseObject, item_from_client
 from chat_server.core.response import Begun, Response
@@ -233,6 +234,8 @@ class Commands:
             live.stop(reply.response_id, reply.wish)
         if reply.kind == "ok" and live.turn is not None:
             live.turn.lose()  # its end is stored, but we were not told so: whoever listens here reads it again
+        if reply.kind == "ok":
+            live.conversation = Conversation(reply.items)
         for message in reply.messages:
             await self._hub.apply_own(live, message)
         if reply.kind == "queued":

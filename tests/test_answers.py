@@ -15,6 +15,7 @@ import redis.asyncio
 from chat_server import answers as answers_module
 from chat_server import hub as hub_module
 from chat_server.answers import Answers
+from chat_server.core.items import Item, Part, encode_item
 from chat_server.core.response import State
 from chat_server.engine.simulated import Fault, answer_for
 from chat_server.hub import Hub
@@ -22,7 +23,7 @@ from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
-from chat_server.store.replies import Snapshot
+from chat_server.store.replies import Snapshot, TakenOver
 from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
@@ -354,3 +355,31 @@ async def test_text_on_its_way_to_a_store_that_loses_it_is_written_again_too() -
     assert under_way is not None
     assert under_way.text
     assert [snapshot.text for snapshot in written] == [response.text(0) + under_way.text]
+
+
+async def test_what_is_heard_before_an_answer_is_ours_belongs_to_what_is_written_again() -> None:
+    """The message of an item may be quicker than the store's answer that we are the owner, which it follows."""
+    store, committer = PlayedStore(), PlayedCommitter()
+    asked = Item(id="item_0", status="completed", role="user", content=[Part(type="input_text", text="Well?")])
+    moved = b'"response":"resp_1","owner":"replica_1","token":"%b","epoch":["epoch_2",0],"reason":""}'
+    written: list[Snapshot] = []
+
+    async def take_over(session_id: str, read: str, token: str, *_: str) -> TakenOver:
+        item = encode_item(Item(id="item_9", status="completed", role="user", content=asked.content))
+        hub._hear(b'{"kind":"item","session":"a1","before":11,"version":12,"previous":"item_1","item":%b}' % item)
+        message = b'{"kind":"moved","session":"a1","before":10,"version":11,' + moved % token.encode()
+        return TakenOver(message, "", None, 1, None, (asked,))
+
+    async def restore(session_id: str, snapshot: Snapshot) -> bool:
+        written.append(snapshot)
+        return True
+
+    store.take_over, store.restore = take_over, restore  # type: ignore[method-assign, assignment]
+    async with running_hub(store) as hub:
+        live, _ = await connect(hub, "a1")
+        answers = answers_of(hub, store, committer)
+        await answers._take_over(live, "replica_lost")
+        assert await answers.write_again(live)
+    [snapshot] = written
+    assert snapshot.version == 12
+    assert [item.id for item in snapshot.items] == ["item_0", "item_9"]
