@@ -66,7 +66,11 @@ class Commands:
                 update = functools.partial(
                     self._store.update_session, live.id, model=model or live.model, settings=settings
                 )
-                reply = await self._write(live, lambda _, update=update: update(live.version))
+                try:
+                    reply = await self._write(live, lambda _, update=update: update(live.version))  # type: ignore[misc]
+                except StoreBehind:
+                    self._hub.drop(live)  # our version is not the one that the change could follow
+                    raise StoreUnavailable("The store lost changes of this conversation.") from None
                 if reply != "stale":
                     await self._hub.apply_own(live, _present(None if reply == "gone" else reply))
                     return

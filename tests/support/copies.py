@@ -28,7 +28,7 @@ class Copies:
 
     async def cut_subscriptions(self) -> None:
         """As a store does that was away."""
-        await self._raw.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        await self._raw.client_kill_filter(_type="pubsub")
 
     async def put_back(self, copy: dict[str, bytes | None]) -> None:
         """Nothing, for a session of which nothing is left."""
