@@ -172,9 +172,8 @@ async def test_an_answer_that_nobody_takes_is_taken_back(tmp_path: Path, all_ans
         await client.send("response.create")
         for _ in range(20):
             await client.until(DELTA)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await all_answers[0].hand_over()
+        async with asyncio.timeout(1):
+            await all_answers[0].hand_over()
         response = await done(client)
         assert response["output"][0]["content"][0]["text"] == WHOLE
 
