@@ -20,7 +20,7 @@ SEEDS ?= 1000
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos model model-mutants clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos rolling model model-mutants clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ bench-slow-readers: $(VENV)/.test ## what slow and frozen readers do to the othe
 
 chaos: $(VENV)/.installed ## clients that judge every event while sockets, replicas and the store fail; CUTS=1000 for all
 	@$(BIN)/python -m loadtest.chaos --cuts $(CUTS) $(ARGS)
+
+rolling: $(VENV)/.installed ## rolling restarts of two replicas with 200 running streams: nothing lost, each in its time
+	@$(BIN)/python -m loadtest.chaos --cuts 0 --storms 0 --rolls 4 --clients 200 --tokens-per-s 12 --grace 5 --strict $(ARGS)
 
 model: $(VENV)/.test ## who makes an answer, under random schedules: SEEDS=10000, or SEED=7 for one with its trace
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.model $(if $(SEED),--seed $(SEED),$(SEEDS))

@@ -30,7 +30,7 @@ from loadtest.chaos_plan import Fates, Pool, Wanted
 from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, TURNS, Demand, Failure, Tally, conclude, show
 from loadtest.chaos_talk import Talk
 from loadtest.chaos_texts import Violation
-from loadtest.chaos_world import WorldError, world
+from loadtest.chaos_world import GRACE_S, WorldError, world
 
 #: violations after which a run is given up: the rest would only repeat them.
 MOST_FAILURES = 20
@@ -66,7 +66,12 @@ async def run(options: Options, tally: Tally, console: Console) -> None:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
             world(
-                Path(folder), replicas=options.replicas, engines=options.engines, engine_options=engine, http=http
+                Path(folder),
+                replicas=options.replicas,
+                engines=options.engines,
+                engine_options=engine,
+                http=http,
+                grace_s=tally.grace_s,
             ) as running,
         ):
             audit = Audit(running.valkey.url, running.engine_urls, http)
@@ -212,11 +217,12 @@ COUNT = click.IntRange(0)
 @click.option("--replicas", default=2, type=click.IntRange(2), help="Servers.")
 @click.option("--engines", default=3, type=click.IntRange(1), help="Simulated engines.")
 @click.option("--tokens-per-s", default=100.0, type=click.FloatRange(1), help="Speed of one answer.")
+@click.option("--grace", default=GRACE_S, type=click.FloatRange(0.5), help="Seconds in which a replica must stop.")
 @click.option("--words", default=110, type=click.IntRange(20), help="Words of an answer.")
 @click.option("--vllm", metavar="URL", help="A vLLM server with nothing else to do: its cancels are measured too.")
 @click.option("--strict", is_flag=True, help="A latency over its limit breaks the run too.")
 @click.option("--seed", type=int, help="Draws the faults; a failed run tells its own.  [default: a random one]")
-def main(mode: str, seed: int | None, vllm: str | None, strict: bool, **values: Any) -> None:
+def main(mode: str, seed: int | None, vllm: str | None, strict: bool, grace: float, **values: Any) -> None:
     """Break sockets, replicas and the store while clients talk, and judge every event that reaches them.
 
     Each client applies the protocol's offset rule and checks the order of events and that each answer ends once. After
@@ -230,6 +236,7 @@ def main(mode: str, seed: int | None, vllm: str | None, strict: bool, **values: 
     python -m loadtest.chaos --cuts 30                        half a minute
     python -m loadtest.chaos --cuts 1000                      all of it, in some minutes
     python -m loadtest.chaos --mode vary --cuts 0 --kills 10 --storms 0
+    make rolling                                              restarts of both replicas with 200 running streams
 
     The exit status is 1 if anything was lost, repeated, mixed or wrong, an engine was left at work, an answer has no
     end or two, a session is stuck, or a fault that was wanted was not made; 2 if the system did not come up; 130 if the
@@ -244,7 +251,7 @@ def main(mode: str, seed: int | None, vllm: str | None, strict: bool, **values: 
     wanted = Wanted(**{name: values.pop(name) for name in Wanted.__dataclass_fields__})
     fates = Fates(**{name: values.pop(name) for name in Fates.__dataclass_fields__})
     options = Options(seed=seed, vary=False, wanted=wanted, fates=fates, **values)
-    tally = Tally()
+    tally = Tally(grace_s=grace)
     started = time.monotonic()
     console.print(f"Seed {seed}")
     try:

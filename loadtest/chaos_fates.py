@@ -14,12 +14,12 @@ from loadtest.chaos_model import Asked
 from loadtest.chaos_plan import Fates, Pool
 from loadtest.chaos_report import DOUBLES, KILLS, LOSSES, RESTARTS, ROLLS, STOP, STORMS
 from loadtest.chaos_talk import Talk
-from loadtest.chaos_world import GRACE_S, LOST_S, Replica
+from loadtest.chaos_world import LOST_S, Replica
 
 #: seconds after a kill in which the others take its answers over, before anything else befalls the system.
 TAKE_OVER_S = 6.0
-#: seconds after which a replica that is told to stop is stuck.
-STOP_S = GRACE_S + 5.0
+#: seconds after its grace time when a replica that is told to stop is stuck.
+STUCK_S = 5.0
 #: seconds after a restart of the store in which it may still show.
 SETTLE_S = 2.0
 #: seconds after a kill, a roll or a loss in which a connection may still be asked to come back for it.
@@ -112,9 +112,11 @@ class Conductor:
         scene, world = self._scene, self._scene.world
         for replica in world.replicas:
             self._begin("replicas told to stop, in a rolling restart", closes=True)
+            under_way = sum((answer := talk.answer) is not None and not answer.status for talk in self._talks)
+            scene.tally.counts["answers under way when a replica was told to stop"] += under_way
             noting = asyncio.create_task(self._note_moves())
             try:
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout(scene.tally.grace_s + STUCK_S):
                     took = await world.stop_replica(replica)
             finally:
                 noting.cancel()

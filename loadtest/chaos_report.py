@@ -39,7 +39,7 @@ TAKE_OVER = "kill -9 of its replica -> next text"
 RESTART_PAUSE = "Redis back -> text goes on"
 STOP = "SIGTERM -> a replica has ended"
 
-#: latency -> (the part of them that must be under, seconds)
+#: latency -> (the part of them that must be under, seconds); that of STOP is the grace time
 LIMITS: dict[str, tuple[float, float]] = {
     CANCEL_SAME: (0.99, 0.25),
     CANCEL_ACROSS: (0.99, 0.5),
@@ -47,7 +47,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     RESUME: (0.95, 0.2),
     TAKE_OVER: (1.0, 6.0),
     RESTART_PAUSE: (1.0, 1.0),
-    STOP: (1.0, GRACE_S),
 }
 #: what is wanted -> its count
 MADE: dict[str, str] = {
@@ -104,6 +103,8 @@ class Tally:
     cuts: Counter[str] = field(default_factory=Counter)
     latencies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failures: list[Failure] = field(default_factory=list)
+    #: seconds within which a replica that is told to stop has to end
+    grace_s: float = GRACE_S
 
     @property
     def went_on(self) -> float:
@@ -134,7 +135,17 @@ class Tally:
     @property
     def over(self) -> list[str]:
         """The latencies that are over their limit."""
-        return [name for name, values in self.latencies.items() if _is_over(name, values)]
+        return [name for name in self.latencies if self.is_over(name)]
+
+    def limit(self, name: str) -> tuple[float, float]:
+        """The part of these latencies that must be under, and seconds."""
+        return (1.0, self.grace_s) if name == STOP else LIMITS.get(name, (1.0, math.inf))
+
+    def is_over(self, name: str) -> bool:
+        """Whether too many of these latencies are too long."""
+        part, most = self.limit(name)
+        values = self.latencies[name]
+        return bool(values) and percentile(values, part) > most
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +181,6 @@ def percentile(values: list[float], part: float) -> float:
     """The least value that ``part`` of them do not exceed."""
     ranked = sorted(values)
     return ranked[max(math.ceil(part * len(ranked)) - 1, 0)]
-
-
-def _is_over(name: str, values: list[float]) -> bool:
-    part, most = LIMITS.get(name, (1.0, math.inf))
-    return bool(values) and percentile(values, part) > most
 
 
 def show(tally: Tally, console: Console) -> None:
@@ -225,9 +231,9 @@ def _latencies(tally: Tally) -> Table:
     for name, values in sorted(tally.latencies.items()):
         cells = [f"{percentile(values, part) * 1000:.0f}" for part in (0.5, 0.95, 0.99, 1.0)]
         limit = ""
-        if name in LIMITS:
-            part, most = LIMITS[name]
+        part, most = tally.limit(name)
+        if most < math.inf:
             which = "all" if part == 1.0 else f"p{part * 100:.0f}"
-            limit = f"{which} < {most * 1000:.0f}" + (" [red]over[/]" if _is_over(name, values) else " [green]ok[/]")
+            limit = f"{which} < {most * 1000:.0f}" + (" [red]over[/]" if tally.is_over(name) else " [green]ok[/]")
         table.add_row(name, str(len(values)), *cells, limit)
     return table

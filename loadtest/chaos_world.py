@@ -26,7 +26,8 @@ READY_S = 30.0
 LOST_S = 1.0
 
 
-#: seconds that a replica has to end when it is told to; half of them is shorter than most answers take.
+#: seconds that a replica has to end when it is told to, if nothing else is said; half of them is shorter than most
+#: answers take.
 GRACE_S = 2.0
 
 
@@ -211,6 +212,7 @@ async def world(
     engine_options: list[str],
     http: aiohttp.ClientSession,
     others: tuple[str, ...] = (),
+    grace_s: float = GRACE_S,
 ) -> AsyncIterator[World]:
     """Start it, and stop all of it at the end; ``others`` are the URLs of engines that run already.
 
@@ -234,7 +236,7 @@ async def world(
             ]
             command = [
                 *(*_PYTHON, "serve", "--port", str(port), "--redis", valkey.url, *addresses),
-                *("--data-dir", str(folder), "--log-level", "info", "--drain-grace", str(GRACE_S)),
+                *("--data-dir", str(folder), "--log-level", "info", "--drain-grace", str(grace_s)),
             ]
             servers.append(Replica(Process(f"replica-{n + 1}", command, folder), f"http://127.0.0.1:{port}"))
         built = World(valkey, processes, urls, servers)
