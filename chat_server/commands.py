@@ -284,12 +284,14 @@ class Commands:
         return items
 
     async def _tell_again(self, live: LiveSession, connection: Caller, reply: BeginReply) -> None:
-        """Somebody asked for the answer to an item that has one. A running one is told to everybody as it is."""
-        if live.response is not None and live.response.id == reply.response_id:
+        """Somebody asked for the answer to an item that has one. One that runs or waits is told to everybody."""
+        if any(known is not None and known.id == reply.response_id for known in (live.response, live.queued)):
             return
         item = await self._store.get_item(live.id, reply.item_id)
         if item is None:
             raise _no_item(reply.item_id, "in_reply_to")
+        if item.status == "in_progress":  # its beginning is on its way
+            return
         told = ResponseObject(id=reply.response_id, status="in_progress", output=[])
         connection.outbox.push(ResponseCreated(response=told, in_reply_to=item.in_reply_to, duplicate=True))
 

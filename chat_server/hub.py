@@ -241,7 +241,7 @@ class Hub:
     # --- messages of the store
 
     def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
-        """Apply what the store answered or another replica told; a session with a gap is dropped."""
+        """Apply what the store answered or another replica told."""
         decoded = messages.decode(message)
         assert not isinstance(decoded, Cancel | Wake), "it is no news of the session"
         self._take(live, decoded)
@@ -250,10 +250,7 @@ class Hub:
     def _take(self, live: LiveSession, message: AnyChange | Text) -> None:
         held = bool(live.held)
         live.heard_at, live.away = time.monotonic(), False
-        try:
-            live.take(message)
-        except Gap:
-            self._lost_one(live)
+        live.take(message)
         if live.held and not held:
             live.held_since = time.monotonic()
 

@@ -214,15 +214,11 @@ class LiveSession:
     def take(self, message: AnyChange | Text) -> None:
         """Apply a message, and those that waited for it; one that follows a message not seen yet waits.
 
-        Raises Gap when too many wait. The caller sets the deadline for those in ``held``.
+        The caller sets the deadline for those in ``held``.
         """
         waiting = [*self.held, message]
-        if self.reading:
-            self.held = waiting[:_MAX_HELD]
-            self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
-            return
         before = len(waiting) + 1
-        while waiting and len(waiting) < before:
+        while waiting and len(waiting) < before and not self.reading:
             before = len(waiting)
             self.held = []
             for waits in waiting:
@@ -231,15 +227,16 @@ class LiveSession:
                 except Gap:
                     self.held.append(waits)
             waiting = self.held
-        if len(self.held) > _MAX_HELD:
-            raise Gap
+        self.held = waiting[:_MAX_HELD]
+        self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
 
     def _apply_any(self, message: AnyChange | Text) -> None:
         if not isinstance(message, Text):
             self.apply(message)
         elif self.held or (self.response is not None and self.response.id == message.response):
             self.apply_text(message)
-        # Else it is of an answer that ended before we began to listen.
+        else:
+            self.doubted = True  # of an answer that ended before we began to listen, or whose beginning was missed
 
     def apply(self, change: AnyChange) -> None:
         """Apply a change and tell it. Raises Gap if one before it is missing; one that we have already is left out."""
@@ -270,6 +267,8 @@ class LiveSession:
                 self._end(change)
             case SessionDeleted():
                 self.close_connections(close_codes.DONE, "the conversation was deleted")
+                if self.turn is not None:
+                    self.turn.lose()
             case _:
                 assert_never(change)
         if self.loaded:

@@ -386,6 +386,8 @@ class Conductor:
         while True:
             try:
                 async with lock:
+                    if turn.writer.lost:  # somebody else's by now, or its end was stored and we read that
+                        return
                     rest, outcome = ending()
                     reply = await self._store_end(turn, rest, outcome)
                     if isinstance(reply, Cut):  # it was wished before the end was stored

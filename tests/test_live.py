@@ -16,7 +16,16 @@ from chat_server.core.principal import LOCAL
 from chat_server.core.response import Outcome
 from chat_server.edge.outbox import Outbox
 from chat_server.live import Gap, LiveSession
-from chat_server.store.messages import AnyChange, ItemGone, ItemPut, ResponseBegan, ResponseEnded, SettingsChanged, Text
+from chat_server.store.messages import (
+    AnyChange,
+    ItemGone,
+    ItemPut,
+    ResponseBegan,
+    ResponseEnded,
+    SessionDeleted,
+    SettingsChanged,
+    Text,
+)
 from chat_server.store.replies import RunningState, SessionState
 from chat_server.turn import Turn
 from tests.core.answers import EPOCH, begun
@@ -305,21 +314,32 @@ def test_messages_that_overtake_each_other_are_told_in_order() -> None:
     assert all(told == types[0] for told in types)
 
 
-def test_too_many_messages_behind_a_missing_one_are_a_gap() -> None:
-    """What waits is bounded."""
+def test_too_many_messages_behind_a_missing_one_are_left_out() -> None:
+    """What waits is bounded; the session is compared with the store."""
     live, [one] = session()
-    with pytest.raises(Gap):
-        for version in range(11, 300):
-            live.take(put(version, version + 1))
+    for version in range(11, 300):
+        live.take(put(version, version + 1))
     assert len(live.held) < 200
+    assert live.doubted
     assert one.socket.frames == []
 
 
 def test_text_of_an_answer_that_ended_before_we_listened_is_left_out() -> None:
-    """It was on its way when the state was read."""
+    """It was on its way when the state was read; or its beginning was missed, and the store is asked."""
     live, [one] = session()
     live.take(text(5, "late"))
-    assert (live.held, one.socket.frames) == ([], [])
+    assert (live.held, one.socket.frames, live.doubted) == ([], [], True)
+
+
+def test_the_answer_of_a_session_that_is_deleted_is_made_no_more() -> None:
+    """Its engine need not wait until the store refuses its text."""
+    live, [one] = session()
+    live.apply(began())
+    turn = FakeTurn()
+    live.turn = cast("Turn", turn)
+    live.apply(SessionDeleted(session="sess_1", before=live.version, version=live.version + 1))
+    assert turn.lost == 1
+    assert one.closed == [1000]
 
 
 # --- after messages may have been missed

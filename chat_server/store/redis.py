@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 #: milliseconds that a replica is believed to live after its last sign.
 LEASE_MS = 4000
-#: milliseconds after which a watcher that does not renew itself is one no more.
-_WATCH_MS = 60_000
 #: functions that decide who answers, and what was answered: they count when replicas of the server have them too.
 _DURABLE = frozenset({"begin", "take_over", "finish"})
 
@@ -130,7 +128,7 @@ class Store:
 
     async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         """For how long nobody has listened to each of these sessions, on any replica; -1 if somebody does."""
-        replies = await self._ask_each(session_ids, "unwatched", _WATCH_MS)
+        replies = await self._ask_each(session_ids, "unwatched")
         return [None if reply is None else int(reply) for reply in replies]
 
     async def update_session(
@@ -191,8 +189,8 @@ class Store:
 
     async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
         """Delete a session and all that is in it; the message, or None if it is gone already."""
-        reply = await self._call(session_id, "session_delete", self.replica_id)
         await self._server.run("ZREM", keys.user_sessions(owner), session_id)
+        reply = await self._call(session_id, "session_delete", self.replica_id)
         return bytes(reply[1]) if reply[0] == b"ok" else None
 
     async def session_count(self, principal: Principal, now_ms: int) -> int:

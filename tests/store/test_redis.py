@@ -97,6 +97,19 @@ async def test_a_session_knows_since_when_nobody_listens(
     assert await raw.hget(name, "unwatched_since") is None
 
 
+async def test_a_replica_that_died_is_told_nothing_for_long(
+    stores: Callable[..., Store], raw: redis.asyncio.Redis
+) -> None:
+    """A session outlives many of them, and each one costs a message for each piece of text."""
+    one, two = stores(), stores()
+    session_id = await new_session(one)
+    watchers = keys.session_keys(session_id)[5]
+    for look in (two.watch(session_id), two.renew_watch([session_id])):
+        await raw.zadd(watchers, {one.replica_id: 1000})
+        await look
+        assert await raw.zrange(watchers, 0, -1) == [two.replica_id.encode()]
+
+
 async def test_every_change_follows_the_one_before(stores: Callable[..., Store]) -> None:
     """Versions only grow, each change says the one before it, and what is no change leaves it alone."""
     store = stores()

@@ -251,6 +251,27 @@ async def test_one_takes_an_answer_over(stores: Callable[..., Store]) -> None:
     assert isinstance(await end(winner, session_id, asked, "Hello", token, stored="Hello"), bytes)
 
 
+async def test_a_take_over_without_new_text_counts_unless_it_was_handed_over(stores: Callable[..., Store]) -> None:
+    """An owner that died may have died of it; one that left it to others has not. New text begins the count anew."""
+    one, two = stores(), stores()
+    session_id = await new_session(one)
+    asked, _ = await begin(one, session_id)
+    attempts, token, said = [], "token_1", ""
+    for step, new_text, leaves in ((1, "", False), (2, "", True), (3, "", False), (4, "Hel", True), (5, "", False)):
+        owner, other = (one, two) if step % 2 else (two, one)
+        if new_text:
+            assert await owner.commit([commit(session_id, asked, new_text, said, token=token)]) == ["ok"]
+            said += new_text
+        read = f"left_{step}" if leaves else token
+        if leaves:
+            assert await owner.hand_over(session_id, token, read) is not None
+        token = f"taken_{step}"
+        taken = await other.take_over(session_id, read, token, f"epoch_{step}", "why")
+        assert taken is not None
+        attempts.append(taken.attempts)
+    assert attempts == [2, 2, 3, 1, 2]
+
+
 @pytest.mark.parametrize("keep", [True, False])
 async def test_an_answer_that_ended_is_found_by_its_id(store: Store, keep: bool) -> None:
     """As it ended, whether it left an item in the conversation or not, also when others followed; else nothing is."""

@@ -16,12 +16,21 @@ local MOST_ENDED = 30
 -- How many messages are kept, and for how long: for those who missed some while the store was away.
 local MOST_CHANGES = 20
 local CHANGES_MS = 60000
+-- For how long a watcher counts that does not renew itself.
+local WATCH_MS = 60000
 -- More code points than any text has: a cut that keeps all of it.
 local ALL = '9007199254740992'
 
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- A replica listens. Those that died without a word are nobody to tell something to.
+local function watch(keys, replica)
+  local now = now_ms()
+  redis.call('ZREMRANGEBYSCORE', keys[WATCHERS], '-inf', now - WATCH_MS)
+  if replica then redis.call('ZADD', keys[WATCHERS], now, replica) end
 end
 
 -- Slide the life of a session: all its keys together. Without items it is short.

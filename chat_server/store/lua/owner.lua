@@ -21,13 +21,15 @@ end
 -- binding and all items.
 register('take_over', function(keys, args)
   local replica, token = args[4], args[6]
-  local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'attempts', 'attempt_at', 'later')
+  local held = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'attempts', 'attempt_at', 'later', 'replica')
   local text = redis.call('GET', keys[TEXT]) or ''
   local message, attempts = held[3], held[4]
   if held[2] ~= token then
     if held[2] ~= args[5] then return {'refused'} end
     local length = points(text)
-    attempts = length > tonumber(held[5] or '0') and 1 or tonumber(held[4] or '1') + 1
+    -- One that was handed over broke nothing: only what ended with its owner, or by a fault, is an attempt.
+    attempts = length > tonumber(held[5] or '0') and 1
+      or math.max(tonumber(held[4] or '1') + (held[7] == '' and 0 or 1), 1)
     local epoch = '["' .. args[7] .. '",' .. length .. ']'
     redis.call('HSET', keys[RESPONSE], 'token', token, 'replica', replica, 'attempts', attempts,
       'attempt_at', length, 'later', held[6] and held[6] .. ',' .. epoch or epoch)

@@ -2,7 +2,7 @@
 -- for the last messages too.
 register('watch', function(keys, args)
   if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
-  redis.call('ZADD', keys[WATCHERS], now_ms(), args[4])
+  watch(keys, args[4])
   redis.call('HDEL', keys[SESSION], 'unwatched_since')
   touch(keys, args[2], args[3])
   local items = redis.call('HMGET', keys[RESPONSE], 'item_id', 'q_item_id')
@@ -26,15 +26,14 @@ end)
 register('renew', function(keys, args)
   local version = redis.call('HGET', keys[SESSION], 'version')
   if not version then return {'-1', 0} end
-  redis.call('ZADD', keys[WATCHERS], now_ms(), args[4])
+  watch(keys, args[4])
   touch(keys, args[2], args[3])
   return {version, redis.call('STRLEN', keys[TEXT])}
 end)
 
--- For how many milliseconds nobody has listened; -1 if somebody does, or the session is gone. ARGV: session id, how
--- many milliseconds a watcher that does not renew itself counts.
+-- For how many milliseconds nobody has listened; -1 if somebody does, or the session is gone. ARGV: session id.
 register('unwatched', function(keys, args)
-  redis.call('ZREMRANGEBYSCORE', keys[WATCHERS], '-inf', now_ms() - tonumber(args[2]))
+  watch(keys, nil)
   if redis.call('EXISTS', keys[SESSION]) == 0 or redis.call('ZCARD', keys[WATCHERS]) > 0 then return -1 end
   local since = redis.call('HGET', keys[SESSION], 'unwatched_since')
   if not since then
