@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from chat_server.answers import Answers
 from chat_server.commands import Commands
 from chat_server.core.ids import new_id
-from chat_server.drain import drain
+from chat_server.drain import close_s, drain
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
 from chat_server.edge.head import MAX_HEAD_BYTES, HttpProtocol
@@ -219,7 +219,8 @@ def _uvicorn_config(settings: Settings, app: Starlette) -> uvicorn.Config:
         server_header=False,
         log_config=None,
         lifespan="off",
-        timeout_graceful_shutdown=1,  # connections were told to go before; it is for those that do not
+        # Connections were told to go before; it is for those that do not. It may be a part of a second.
+        timeout_graceful_shutdown=close_s(settings.drain_grace_s),  # type: ignore[arg-type]
     )
 
 

@@ -26,8 +26,7 @@ READY_S = 30.0
 LOST_S = 1.0
 
 
-#: seconds that a replica has to end when it is told to, if nothing else is said; half of them is shorter than most
-#: answers take.
+#: seconds that a replica has to end when it is told to, if nothing else is said; most answers take longer.
 GRACE_S = 2.0
 
 
