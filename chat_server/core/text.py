@@ -11,6 +11,8 @@ import unicodedata
 _ZWJ = "\u200d"
 #: A longer sequence is cut anyway: what waits must be bounded, whatever a model prints.
 _MAX_HELD = 64
+#: The same for a word: Chinese and Thai have no space for long, and a cut inside their tokens goes on in other words.
+_MAX_WORD = 512
 
 _EMOJI_RANGES = (
     (0x203C, 0x203C),
@@ -31,7 +33,7 @@ _EMOJI_RANGES = (
 
 def _is_emoji(char: str) -> bool:
     code = ord(char)
-    return code >= 0x203C and any(low <= code <= high for low, high in _EMOJI_RANGES)
+    return char in "©®" or (code >= 0x203C and any(low <= code <= high for low, high in _EMOJI_RANGES))
 
 
 def _extends(char: str) -> bool:
@@ -80,14 +82,14 @@ def word_length(text: str) -> int:
 
     With stop strings vLLM holds back about as many characters as the longest has, so what it sends ends inside a token,
     and going on from there gave other words at every second place tried ("was amaze at"). A word ends before white
-    space or, if it is of letters and digits, before anything else but a mark or an apostrophe. One of more than 64 code
-    points is cut anyway, as is a run of Chinese without punctuation.
+    space or, if it is of letters and digits, before anything else but a mark or an apostrophe. One of more than 512
+    code points is cut anyway: nobody writes so many without a space or a full stop, a model that repeats itself may.
     """
-    for end in range(len(text) - 1, max(len(text) - 1 - _MAX_HELD, 0), -1):
+    for end in range(len(text) - 1, max(len(text) - 1 - _MAX_WORD, 0), -1):
         before, after = text[end - 1], text[end]
         if after.isspace():
             if not before.isspace():
                 return end
         elif before.isalnum() and not (after.isalnum() or _extends(after) or after in "'\u2019"):
             return end
-    return safe_length(text) if len(text) > _MAX_HELD else 0
+    return safe_length(text) if len(text) > _MAX_WORD else 0

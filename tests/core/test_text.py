@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ pytestmark = pytest.mark.pure
 
 #: The most that may wait, white space aside.
 BOUND = 64
+#: The same of a word, where the engine may have cut anywhere.
+WORD_BOUND = 512
 
 #: What one sees as one character. The first code points of "e + accent" and of a keycap are characters by themselves.
 EMOJI = {
@@ -30,6 +34,8 @@ EMOJI = {
     "arrow": "➡\ufe0f",
     "clock": "⏰",
     "trademark": "™\ufe0f",
+    "copyright": "©\ufe0f",
+    "registered": "®\ufe0f",
     "newer emoji": "🫱🏻\u200d🫲🏿",
 }
 MARKED = {
@@ -135,6 +141,17 @@ def test_the_cut_is_a_good_place(text: str) -> None:
 
 
 @few
+@given(texts)
+@example("©\ufe0f")
+@example("ที่")
+@example("a 1\ufe0f\u20e3")
+def test_no_mark_is_parted_from_its_base(text: str) -> None:
+    """Of what waits together."""
+    for length in (safe_length(text), word_length(text)):
+        assert length == len(text) or not (length > 0 and unicodedata.category(text[length])[0] == "M")
+
+
+@few
 @given(texts, st.sampled_from(["\u0301", "🇩", "👩\u200d", "\u200d", "🏽", "👍\ufe0f\u200d"]), st.integers(0, 200))
 def test_what_waits_is_bounded(before: str, part: str, times: int) -> None:
     """At most 64 code points and the white space before them, whatever a model prints."""
@@ -180,6 +197,12 @@ def test_what_may_go_stays_so(text: str, more: str) -> None:
         "a|_b",
         "3|.14",
         "北京|，有",
+        "|" + "北京是中国的首都" * 20,
+        "|" + "การเดินทางในประเทศไทย" * 10,
+        "|" + "हिन्दी" * 30,
+        "ประเทศไทย|  " + "ที่นี่มีน้ำ" * 10,
+        "|" + "1\ufe0f\u20e3" * 30,
+        "|" + "x" * 100,
         "数| 数",
         "see 1\ufe0f\u20e3| x",
         "Hi| 👩🏽\u200d💻",
@@ -210,8 +233,9 @@ def test_a_word_ends_at_a_good_place(text: str) -> None:
 @few
 @given(st.text(alphabet="ab 中\u0301👍", max_size=300))
 def test_what_waits_of_a_word_is_bounded(text: str) -> None:
-    """At most 64 code points, and white space."""
-    assert len(text[word_length(text) :].strip()) <= BOUND
+    """A text without an end of a word is cut anyway, far behind all that people write."""
+    long = text.replace(" ", "") * 20
+    assert len(long) - word_length(long) <= WORD_BOUND + BOUND
 
 
 @few
