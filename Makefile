@@ -20,7 +20,8 @@ SEEDS ?= 1000
 
 # one pip at a time
 .NOTPARALLEL:
-.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos rolling model model-mutants clean clean-all
+.PHONY: help run install install-engine test check format doctor browser proxy bench-slow-readers chaos rolling model \
+	model-mutants exact clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -61,6 +62,9 @@ model: $(VENV)/.test ## who makes an answer, under random schedules: SEEDS=10000
 
 model-mutants: $(VENV)/.test ## that the model check can fail: the server broken in known ways, each found by some seed
 	@PYTHONHASHSEED=0 $(BIN)/python -m tests.model.mutants
+
+exact: $(VENV)/.test ## every place where an answer may have to go on, on a vLLM server: URL=http://...
+	@$(BIN)/python -m tests.vllm $(URL)
 
 browser: ## Chromium, for the tests of the page
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

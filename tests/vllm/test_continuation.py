@@ -8,100 +8,22 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import ANY
 from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server.core.response import Outcome
 from chat_server.engine.vllm import VllmClient, open_http
 from chat_server.errors import EngineError
 from chat_server.settings import EngineAddress
-from chat_server.store.committer import Writer
 from tests.support.server import server_for
-from tests.turns import Script
+from tests.vllm.continuation import ASKED, AT_A_TIME, STOP, Asking, Whole
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
-ASKED = {
-    "prose": "Tell me a story about a fox and a river, in long sentences.",
-    "list": "List ten things to do in Paris, as a Markdown list with bold names.",
-    "code": "Write a Python class for a bank account with deposit, withdraw and a main function.",
-    "chinese": "用中文介绍一下北京的历史和文化。请写得长一点。",
-    "japanese": "日本の四季について、日本語で詳しく教えてください。",
-    "emoji": "Name twenty animals and fruits, each with its emoji, like 🐱 cat 🍕 pizza 👩🏽‍💻 coder 🇨🇭 flag.",
-    "table": "Make a Markdown table with ten countries, their capitals, populations and areas.",
-}
-#: Tokens of a whole answer, and of what is written on from a cut: some 60 characters of English.
-LENGTH, AHEAD = 160, 16
-#: Cuts of each answer; drawn anew by each run.
+#: Cuts of each answer; drawn anew by each run. `make exact` goes over all of them.
 CUTS = 12
-#: Side by side. The size of a batch may change the last bits of a sum; no answer was seen to become another by it.
-AT_A_TIME = 32
-
-
-@dataclass(frozen=True)
-class Asking:
-    """A real engine, and how it is asked for an answer or for the rest of one: by our conductor."""
-
-    url: str
-    client: VllmClient
-    model: str
-
-    async def whole(self, asked: str, stop: tuple[str, ...]) -> Whole:
-        script = Watched(engines=[self.url], client=self.client, model=self.model)
-        text, outcome = await self._run(script, asked, "", LENGTH, stop)
-        return Whole(asked, stop, text, outcome.status == "completed", sorted(script.places))
-
-    async def differs(self, answer: Whole, cut: int) -> str | None:
-        """How the text that is written on from ``cut`` is another than that of the whole answer."""
-        script = Script(engines=[self.url], client=self.client, model=self.model)
-        # Counted, for a character of Chinese or an emoji may be several tokens and comes in one piece.
-        written = await self.client.count_tokens(self.url, self.model, answer.text[:cut])
-        text, outcome = await self._run(script, answer.asked, answer.text[:cut], written + AHEAD, answer.stop)
-        if outcome.status == "completed":
-            same = answer.ended and text == answer.text
-        else:
-            same = outcome.status == "incomplete" and (answer.text.startswith(text) or text.startswith(answer.text))
-        if same and (len(text) > cut or cut == len(answer.text)):
-            return None
-        return f"{answer.text[:cut][-20:]!r} goes on with {text[cut:]!r}, not with {answer.text[cut:][: AHEAD * 4]!r}"
-
-    async def _run(
-        self, script: Script, asked: str, stored: str, tokens: int, stop: tuple[str, ...]
-    ) -> tuple[str, Outcome]:
-        """The text of an answer of so many tokens, which may be ``stored`` in part, and its end."""
-        turn = script.turn(asked=asked, stored=stored, max_output_tokens=tokens, temperature=0.0, stop=stop)
-        end = await script.run(turn)
-        return script.ends[-1]["item"].text, end.outcome
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An answer that nothing interrupted."""
-
-    asked: str
-    stop: tuple[str, ...]
-    text: str
-    ended: bool
-    #: the lengths that its text had when it was told
-    places: list[int]
-
-
-class Watched(Script):
-    """Notes after each piece of text how much of it may be told."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.places: set[int] = set()
-
-    def add(self, writer: Writer) -> None:
-        super().add(writer)
-        if writer.response.length:
-            self.places.add(writer.response.length)
 
 
 @pytest.fixture
@@ -111,10 +33,6 @@ async def asking(vllm_engines: tuple[EngineAddress, ...]) -> AsyncIterator[list[
         client = VllmClient(http)
         (model,) = await client.models(vllm_engines[0].url)
         yield [Asking(engine.url, client, model.id) for engine in vllm_engines]
-
-
-#: vLLM looks out for it, and so sends text that ends inside words.
-STOP = ("NEVER SAID",)
 
 
 @pytest.mark.parametrize("stop", [(), STOP], ids=["no stop string", "a stop string"])
