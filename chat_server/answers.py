@@ -93,7 +93,8 @@ class Answers:
             live.conversation = Conversation(items)
             change = self._hub.apply(live, message)
             assert isinstance(change, Change), "it began, or moved here"
-            live.known = change.version  # all items come with it
+            if live.response is not None and _knows_what_waits(live, items, live.response.item_id):
+                live.known = change.version  # all items come with it
         response = live.response
         assert response is not None and live.turn is None, "it was just begun"
         writer = Writer(
@@ -137,7 +138,7 @@ class Answers:
             if live.known == change.version and live.conversation is not None:
                 self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
             self._release(live, turn)
-            if change.next is not None:
+            if change.next is not None and not live.closed:  # else it is found where the session is open now
                 if not live.loaded:  # nobody here listens: we did not hear what is next
                     await self._hub.look(live)
                 await self._take_over(live, "")
@@ -441,6 +442,12 @@ class Answers:
         except StoreBehind:
             pass
         return None
+
+
+def _knows_what_waits(live: LiveSession, items: tuple[Item, ...], made: str) -> bool:
+    """Whether the queued answer that we know is the one that waits, beside that whose item is ``made``."""
+    waiting = {item.id for item in items if item.status == "in_progress" and item.id != made}
+    return waiting == ({live.queued.item_id} if live.queued is not None else set())
 
 
 def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:

@@ -169,8 +169,6 @@ class LiveSession:
         """It has to be read again. An answer that is made here stays, with what the store may lose of its session."""
         self.version = -1
         self.held = []
-        if self.turn is None:
-            self.queued = None
 
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""

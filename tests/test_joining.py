@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,11 +25,11 @@ from chat_server.store.replies import RunningState, SessionState
 from tests.core.answers import EPOCH, begun
 from tests.edge.sockets import FakeSocket
 from tests.support import ws
+from tests.support.held import DELTA, Held
 from tests.support.server import QUICK, RunningServer, two_replicas
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 
-DELTA = "response.output_text.delta"
 LONG = "Tell me more, in 300 words."
 
 
@@ -40,50 +39,6 @@ async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[li
     slow = replace(QUICK, tokens_per_s=400.0)
     async with two_replicas(tmp_path_factory.mktemp("resume"), simulated=slow) as replicas:
         yield replicas
-
-
-@dataclass
-class Held:
-    """What a client has of one answer, by the offset rule, over any number of connections."""
-
-    session_id: str
-    response_id: str
-    item_id: str
-    epoch: str = ""
-    text: str = ""
-    done: dict[str, Any] | None = None
-
-    @asynccontextmanager
-    async def back(self, replica: RunningServer, **query: Any) -> AsyncIterator[ws.WsClient]:
-        """The client comes back to any replica."""
-        point = {"response_id": self.response_id, "epoch": self.epoch, "offset": len(self.text)}
-        async with replica.connect(session_id=self.session_id, extensions=1, **point, **query) as client:
-            client.texts[self.item_id] = self.text
-            yield client
-
-    def take(self, event: dict[str, Any]) -> None:
-        if event.get("response_id") == self.response_id and event["type"] == DELTA:
-            assert event["offset"] <= len(self.text), "a gap"
-            self.text = self.text[: event["offset"]] + event["delta"]
-            self.epoch = event["epoch"]
-        if event["type"] == "response.done" and event["response"]["id"] == self.response_id:
-            assert self.done is None, "told twice"
-            self.done = event["response"]
-
-    async def read(self, client: ws.WsClient, deltas: int | None = None) -> None:
-        """Read that many deltas, or to the end."""
-        while self.done is None and deltas != 0:
-            event = await client.next()
-            self.take(event)
-            if event["type"] == DELTA and deltas is not None:
-                deltas -= 1
-
-
-async def begin(client: ws.WsClient, text: str = LONG, **response: Any) -> Held:
-    await client.say(text)
-    await client.send("response.create", response=response)
-    added = await client.until("response.output_item.added")
-    return Held(client.session["id"], added["response_id"], added["item"]["id"])
 
 
 def whole(text: str = LONG) -> str:
@@ -96,13 +51,13 @@ async def test_cut_at_any_moment_over_any_replica_any_number_of_times(replicas: 
     print("seed", seed)
     chance = random.Random(seed)
     async with replicas[0].connect(extensions=1) as client:
-        held = await begin(client)
+        held = await Held.begin(client, LONG)
         await held.read(client, deltas=chance.randrange(20))
         client.connection.transport.abort()
     cuts = 0
     while held.done is None:
         cuts += 1
-        async with held.back(chance.choice(replicas)) as client:
+        async with held.back(chance.choice(replicas).ws_url) as client:
             active = client.events[0]["active_response"]
             if active is not None:
                 assert active["offset"] == len(held.text), "it went on from where it was"
@@ -124,13 +79,13 @@ async def test_an_answer_that_ended_meanwhile_is_told_to_its_end(
 ) -> None:
     """Also when other turns followed it: its rest, its end with usage and metadata, nothing of its beginning."""
     async with replicas[0].connect(extensions=1) as client:
-        held = await begin(client, metadata={"topic": "sea"})
+        held = await Held.begin(client, LONG, metadata={"topic": "sea"})
         await held.read(client, deltas=3)
         so_far = held.text
         end = await client.until("response.done")
         for number in range(others):
             await client.turn(f"Next {number}")
-    async with held.back(replicas[replica]) as client:
+    async with held.back(replicas[replica].ws_url) as client:
         assert client.events[0]["active_response"] is None
         await held.read(client)
         assert [event["type"] for event in client.events[1:]] == [
@@ -150,11 +105,11 @@ async def test_with_history_the_answer_is_told_in_its_place(replicas: list[Runni
     """Items before it, its rest, items after it; each once."""
     async with replicas[0].connect(extensions=1) as client:
         first = await client.turn("The first")
-        held = await begin(client)
+        held = await Held.begin(client, LONG)
         await held.read(client, deltas=3)
         await client.until("response.done")
         last = await client.turn("The last")
-    async with held.back(replicas[1], history="all") as client:
+    async with held.back(replicas[1].ws_url, history="all") as client:
         while client.events[-1].get("item", {}).get("id") != last.response["output"][0]["id"]:
             held.take(await client.next())
         await client.next()
@@ -172,10 +127,10 @@ async def test_with_history_the_answer_is_told_in_its_place(replicas: list[Runni
 async def test_text_of_an_unknown_making_starts_again(replicas: list[RunningServer], epoch: str) -> None:
     """Whole or from 0, never a mixture."""
     async with replicas[0].connect(extensions=1) as client:
-        held = await begin(client)
+        held = await Held.begin(client, LONG)
         await held.read(client, deltas=5)
     held.epoch, held.text = epoch, "x" * 20
-    async with held.back(replicas[1]) as client:
+    async with held.back(replicas[1].ws_url) as client:
         await held.read(client)
         first = next(event for event in client.events if event["type"] == DELTA)
         assert first["offset"] == 0
@@ -200,10 +155,10 @@ async def test_who_holds_nothing_of_an_answer_is_let_in_at_once(monkeypatch: pyt
 async def test_an_answer_that_left_nothing_is_ended_all_the_same(replicas: list[RunningServer]) -> None:
     """Cancelled before its first text: its place was given up, and the client hears so when it comes back."""
     async with replicas[0].connect(extensions=1) as client:
-        held = await begin(client)
+        held = await Held.begin(client, LONG)
         await client.send("response.cancel", seen=0)
         await client.until("response.done")
-    async with held.back(replicas[1]) as client:
+    async with held.back(replicas[1].ws_url) as client:
         await held.read(client)
         assert [event["type"] for event in client.events[1:]] == [
             "response.output_item.done",
@@ -217,12 +172,12 @@ async def test_an_answer_that_left_nothing_is_ended_all_the_same(replicas: list[
 async def test_a_cut_answer_takes_back_what_was_not_seen(replicas: list[RunningServer]) -> None:
     """Another tab stopped it at what it had seen; who comes back with more of it gives that up."""
     async with replicas[0].connect(extensions=1) as one:
-        held = await begin(one)
+        held = await Held.begin(one, LONG)
         await held.read(one, deltas=20)
         await one.send("response.cancel", seen=10)
         await one.until("response.done")
     assert len(held.text) > 10
-    async with held.back(replicas[1]) as two:
+    async with held.back(replicas[1].ws_url) as two:
         await held.read(two)
     assert held.done is not None
     assert held.text == held.done["output"][0]["content"][0]["text"] == whole()[:10]

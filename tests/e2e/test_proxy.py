@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from tests.support import ws
-from tests.support.server import RunningServer, another, free_port, running_server
+from tests.support.nginx import nginx
+from tests.support.server import RunningServer, another, running_server
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
-
-INSTALL = "apt-get update && apt-get install -y --no-install-recommends nginx-light"
 
 #: Seconds of silence after which this nginx cuts a connection.
 CUT_S = 2.0
@@ -30,72 +27,12 @@ PING_S = CUT_S / 4
 IDLE_S = 2.5 * CUT_S
 NEVER_S = 3600.0
 
-CONFIGURATION = """
-daemon off;
-worker_processes 1;
-pid {folder}/nginx.pid;
-error_log {folder}/error.log info;
-events {{ worker_connections 64; }}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{
-            proxy_pass {upstream};
-            proxy_http_version 1.1;
-            proxy_set_header Upgrade $http_upgrade;
-            proxy_set_header Connection upgrade;
-            proxy_set_header Host $http_host;
-            proxy_read_timeout {cut_ms}ms;
-        }}
-    }}
-}}
-"""
-
-
-@asynccontextmanager
-async def nginx(folder: Path, upstream: str) -> AsyncIterator[str]:
-    """A real nginx in front of ``upstream``; its ``ws://`` address. Fails with the command that installs it."""
-    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if program is None:
-        raise AssertionError(f"These tests need nginx. Install it, as root: {INSTALL}")
-    folder.mkdir()
-    port = free_port()
-    configuration = folder / "nginx.conf"
-    configuration.write_text(
-        CONFIGURATION.format(folder=folder, port=port, upstream=upstream, cut_ms=round(CUT_S * 1000))
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(program, "-p", str(folder), "-c", str(configuration)),
-        stdin=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        async with asyncio.timeout(10), aiohttp.ClientSession() as http:
-            while True:
-                assert process.returncode is None, (folder / "error.log").read_text()
-                try:
-                    async with http.get(f"http://127.0.0.1:{port}/readyz") as answer:
-                        assert answer.status == 200
-                        break
-                except aiohttp.ClientConnectionError:
-                    await asyncio.sleep(0.02)
-        yield f"ws://127.0.0.1:{port}/v1/realtime"
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
 
 @asynccontextmanager
 async def behind_nginx(server: RunningServer, folder: Path, *, ping_s: float, heartbeat_s: float) -> AsyncIterator[str]:
     """One more server beside ``server``, with these signs of life, behind an nginx of its own."""
     model = RunningServer(replace(server.settings, ping_s=ping_s, heartbeat_s=heartbeat_s), server.redis_url)
-    async with another(model) as replica, nginx(folder, replica.url) as url:
+    async with another(model) as replica, nginx(folder, replica.url, cut_s=CUT_S) as url:
         yield url
 
 
