@@ -135,7 +135,7 @@ class Oracle:
         #: sessions that the store holds an older copy of than somebody knows
         self.losses: dict[str, Loss] = {}
         #: answers whose text has to grow again to what was stored of it
-        self._regrows: set[str] = set()
+        self._regrows: dict[str, tuple[str, str]] = {}
         #: what was taken back, as nobody was left who knew it: texts, ends, answers
         self.older_texts: dict[str, list[str]] = {}
         self.unended: set[str] = set()
@@ -261,7 +261,7 @@ class Oracle:
     def _catch_up(self, session_id: str, now: Session) -> None:
         """The running answer's text may be shorter than it was: it has to grow to the same."""
         if now.running is not None:
-            self._regrows.add(now.running)
+            self._regrows[now.running] = (session_id, now.response.get("replica", ""))
             self._check_text(now.running, now.text)
 
     def _on_written_again(self, link: Link, session_id: str, before: Session, now: Session) -> None:
@@ -319,6 +319,12 @@ class Oracle:
                     self._go_back_to_stored(session_id, now)
             elif self._clock.now > loss.deadline:
                 raise Broken(f"{loss.floor} did not write again what the store lost of {session_id}")
+        for response_id, (session_id, owner) in list(self._regrows.items()):
+            if not self._is_there(owner):  # what it had told is gone with it
+                del self._regrows[response_id]
+                if session_id not in self.losses and self.sessions[session_id].running == response_id:
+                    self.counts["witnesses lost"] += 1
+                    self._go_back_to_stored(session_id, self.sessions[session_id])
 
     def _with_text(self, session_id: str, before: Session) -> Session:
         [text] = self._wire.ask(("GET", keys.session_keys(session_id)[4]))
@@ -378,7 +384,7 @@ class Oracle:
             return
         if not text.startswith(known):
             raise Broken(f"the stored text of {response_id} changed from {known!r} to {text!r}")
-        self._regrows.discard(response_id)
+        self._regrows.pop(response_id, None)
         if text != known:
             self._check_made(response_id, text)
             self.facts(response_id).texts[response_id] = text

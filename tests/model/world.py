@@ -441,8 +441,9 @@ class World:
         self.clock.after(self.random.random() * self.random.choice((0.1, 1.0)), fail)
 
     def _fail_store(self, copy: Copy, copied: dict[str, Session]) -> None:
-        if self.oracle.sessions == copied and self.clock.now < 1000 + _STORM_S:
-            self._copy_store()  # nothing was written meanwhile that it could lose
+        lost_nothing = self.oracle.sessions == copied and self.clock.now < 1000 + _STORM_S
+        if lost_nothing or self.oracle.sessions.keys() != copied.keys():  # of a session that is new nobody knows all
+            self._copy_store()
             return
         self.trace("the store fails")
         self.counts["outages with a loss"] += 1
