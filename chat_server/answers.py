@@ -89,7 +89,7 @@ class Answers:
         """
         if live.response is None or live.response_token != token:
             # The connections start again; the answer is made all the same.
-            live.unload()
+            self._hub.drop(live)
             live.conversation = Conversation(items)
             change = self._hub.apply(live, message)
             assert isinstance(change, Change), "it began, or moved here"

@@ -156,7 +156,9 @@ class Hub:
                 if state.version < live.known:
                     raise StoreUnavailable("The store lost changes of this session; they are written again.")
                 held = await self._store.last_items(live.id, 0)
-                live.conversation = Conversation(held[2] if held else ())
+                if held is None or held[0] < state.version:  # between the two it lost some
+                    raise StoreUnavailable("The store lost changes of this session; they are written again.")
+                live.conversation = Conversation(held[2])
             live.load(state)
             live.asked_at = time.monotonic()
 
@@ -265,9 +267,9 @@ class Hub:
             if not any(held is change for held in live.held):
                 return change
             await asyncio.sleep(_LOOK_S)
-        try:
+        with contextlib.suppress(StoreUnavailable):
             await self._read_missed(live)
-        except StoreUnavailable:
+        if live.loaded and isinstance(change, Change) and live.version < change.version:
             self._lost_one(live)
         return change
 

@@ -69,7 +69,7 @@ async def _read(
     """
     deadline = time.monotonic() + _PATIENCE_S
     patient_until = time.monotonic() + _BEHIND_S
-    while time.monotonic() < deadline:
+    while live.loaded and time.monotonic() < deadline:  # else it was dropped while we waited
         if held is not None and _may_be_behind(live, held) and (time.monotonic() < patient_until or _is_unsure(live)):
             await asyncio.sleep(_LOOK_S)
             continue
