@@ -195,6 +195,8 @@ class Hub:
     ) -> None:
         """Give a connection the state, and everything after it: see ``joining.join``."""
         async with live.lock:
+            if live.doubted:  # what it missed would look as if the client had more than there is
+                await self._read_missed(live)
             if not live.loaded:  # it was dropped since it was opened
                 await self._load(live)
             await joining.join(self._store, live, connection, resumed=resumed, history=history, held=held)
@@ -342,33 +344,30 @@ class Hub:
     async def _compare_doubted(self) -> None:
         async def compare(session_id: str) -> None:
             live = doubted[session_id]
-            live.doubted = False
-            try:
-                await self._compare(live)
-            except StoreUnavailable:
-                live.doubted = True
-                raise
+            async with live.lock:
+                await self._read_missed(live)
 
         doubted = {live.id: live for live in self.sessions if live.doubted}
         await self.each(doubted, compare)
 
-    async def _compare(self, live: LiveSession) -> None:
-        async with live.lock:
-            await self._read_missed(live)
-
     async def _read_missed(self, live: LiveSession) -> None:
         """Watch a session again, and tell what was missed; drop it if that can not be told. Holds the lock."""
+        live.doubted = False
         if live.closed or not live.loaded:
             return
-        async with self._reading(live):
-            state = await self._store.watch(live.id, changes=True)
-            if state is None:
-                keep = not await self._store.was_deleted(live.id) and self._await_restored(live)
-                live.doubted = keep  # it is to be watched again too
-            else:
-                keep = await self._catch_up(live, state)
-            if not keep:
-                self.drop(live)
+        try:
+            async with self._reading(live):
+                state = await self._store.watch(live.id, changes=True)
+                if state is None:
+                    keep = not await self._store.was_deleted(live.id) and self._await_restored(live)
+                    live.doubted = keep  # it is to be watched again too
+                else:
+                    keep = await self._catch_up(live, state)
+                if not keep:
+                    self.drop(live)
+        except StoreUnavailable:
+            live.doubted = True
+            raise
 
     async def _catch_up(self, live: LiveSession, state: SessionState) -> bool:
         """Tell what was missed; False if that can not be told any more."""

@@ -109,8 +109,8 @@ def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:
 
 
 def _is_unsure(live: LiveSession) -> bool:
-    """Whether the store has not said yet what it holds of an answer made here, or a message is missing of another's."""
-    return bool(live.held) or (live.response is not None and live.response.in_flight)
+    """Whether the store has not said yet what it holds of an answer made here, or something is missing of another's."""
+    return bool(live.held) or live.doubted or (live.response is not None and live.response.in_flight)
 
 
 def no_session(session_id: str) -> ClientError:

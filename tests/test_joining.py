@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -214,7 +215,8 @@ async def test_a_resume_point_that_is_none_is_refused(
     assert (refusal.status, refusal.error["param"]) == (400, param)
 
 
-async def test_nothing_is_taken_back_while_a_message_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["a message is missing", "it is to be compared", "it was dropped"])
+async def test_nothing_is_taken_back_by_who_missed_something(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """The client has more of an answer than this replica, which waits for text that was lost: it is sent elsewhere."""
     monkeypatch.setattr(joining, "_BEHIND_S", 0.02)
     monkeypatch.setattr(joining, "_PATIENCE_S", 0.1)
@@ -222,7 +224,13 @@ async def test_nothing_is_taken_back_while_a_message_is_missing(monkeypatch: pyt
     live = LiveSession("sess_1")
     running = RunningState(asked, "item_1", "token_1", "replica_1", "One")
     live.load(SessionState(LOCAL, 0, "m", SessionSettings(), 10, 1, running))
-    live.take(Text("sess_1", asked.id, EPOCH, 8, " three", 6))
+    match why:
+        case "a message is missing":
+            live.take(Text("sess_1", asked.id, EPOCH, 8, " three", 6))
+        case "it is to be compared":
+            live.doubted = True
+        case _:
+            asyncio.get_running_loop().call_later(0.01, live.unload)
     socket = FakeSocket()
     connection = SimpleNamespace(outbox=Outbox(socket, extensions=True, heartbeat_s=15, send_timeout_s=10, now=0.0))
     held = ResumePoint(asked.id, EPOCH, 14)
