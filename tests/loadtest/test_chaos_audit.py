@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
@@ -121,10 +122,11 @@ async def test_an_orphan_is_seen_and_told_once(
     monkeypatch.setattr(chaos_audit, "NOTICE_S", 0.05)
     found: list[str] = []
     watch = asyncio.create_task(audit.watch_engines(lambda violation: found.append(str(violation))))
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession() as http, AsyncExitStack() as open_requests:
         for engine, name in ((0, "resp_1"), (0, "resp_2"), (1, "resp_2"), (1, "resp_3")):
             url = engines[engine].url + "/v1/chat/completions"
             response = await http.post(url, json=CHAT, headers={"X-Request-Id": name})
+            open_requests.callback(response.close)
             await response.content.readline()
         audit.ended["resp_1"] = time.monotonic()
         await asyncio.sleep(0.5)
