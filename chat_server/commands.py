@@ -236,9 +236,9 @@ class Commands:
         """It has its place: tell it, and make it unless it waits behind another one."""
         if reply.wish is not None:
             live.stop(reply.response_id, reply.wish)
-        if reply.kind == "ok" and live.turn is not None:
-            live.turn.lose()  # its end is stored, but we were not told so: whoever listens here reads it again
         if reply.kind == "ok":
+            if live.turn is not None:
+                live.turn.lose()  # its end is stored, but we were not told so: whoever listens here reads it again
             live.conversation = Conversation(reply.items)
         for message in reply.messages:
             await self._hub.apply_own(live, message)

@@ -164,7 +164,7 @@ class Hub:
 
     async def _may_come_back(self, live: LiveSession) -> bool:
         """Whether a session that is not in the store may be one that it lost, and that somebody writes again."""
-        troubled = live.turn is not None or time.monotonic() - self.lease.trouble_seen_at < _RESTORE_S
+        troubled = live.turn is not None or time.monotonic() - self.lease.trouble_at < _RESTORE_S
         return troubled and not await self._store.was_deleted(live.id)
 
     async def look(self, live: LiveSession) -> None:

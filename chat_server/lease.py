@@ -32,13 +32,14 @@ class Lease:
         self.holds = False
         #: since when it has not (monotonic).
         self.lost_at = time.monotonic()
-        self._trouble_at = float("-inf") if alone else time.monotonic()
         #: when the store was last seen to be in trouble (monotonic).
-        self.trouble_seen_at = float("-inf")
+        self.trouble_at = float("-inf")
+        #: since when we look: trouble before that was not seen.
+        self._began_at = float("-inf") if alone else time.monotonic()
 
     def trouble(self) -> None:
         """Something was wrong with the store: others may have had it too."""
-        self._trouble_at = self.trouble_seen_at = time.monotonic()
+        self.trouble_at = time.monotonic()
 
     async def renew(self, now_ms: int) -> None:
         """Say that we live. Raises StoreError."""
@@ -63,7 +64,7 @@ class Lease:
         """
         async with self._timed():
             alive = await self._store.is_alive(replica_id)
-        return alive or time.monotonic() - self._trouble_at < _GRACE_S
+        return alive or time.monotonic() - max(self.trouble_at, self._began_at) < _GRACE_S
 
     @asynccontextmanager
     async def _timed(self) -> AsyncIterator[None]:

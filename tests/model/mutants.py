@@ -86,7 +86,7 @@ MUTANTS = {
     "what is written again gets a new version": Mutant(
         ("'version', args[5], 'bytes', 0", "'version', string.format('%.0f', now_ms()), 'bytes', 0")
     ),
-    "writes on top of a loss": Mutant(("return version and tonumber(version) < tonumber(known)", "return false")),
+    "writes on top of a loss": Mutant(("return tonumber(version or '-1') < tonumber(known)", "return false")),
     "a wish to stop that is forgotten": Mutant(
         ("if held[3] and held[3] ~= args[13] then return {'cancelled', held[3]} end", "")
     ),

@@ -134,8 +134,9 @@ class Oracle:
         self.items: dict[str, dict[str, Any]] = {}
         #: sessions that the store holds an older copy of than somebody knows
         self.losses: dict[str, Loss] = {}
-        #: answers whose text has to grow again to what was stored of it
-        self._regrows: dict[str, tuple[str, str]] = {}
+        #: answers whose text has to grow again to what was stored of it, each with the replica that alone has that text
+        #: (none: somebody wrote it again)
+        self._regrows: dict[str, str] = {}
         #: what was taken back, as nobody was left who knew it: texts, ends, answers
         self.older_texts: dict[str, list[str]] = {}
         self.unended: set[str] = set()
@@ -234,7 +235,7 @@ class Oracle:
         self._go_back(session_id, floor.version, text, keeps_wish=wish)
         if same:  # only text was lost: its owner goes on with it
             del self.losses[session_id]
-            self._catch_up(session_id, now)
+            self._catch_up(now, only=floor.replica)
 
     def _go_back_to_stored(self, session_id: str, now: Session) -> None:
         self._go_back(session_id, now.version, now.text, keeps_wish="cancel" in now.response)
@@ -258,10 +259,10 @@ class Oracle:
                 self.older_texts.setdefault(response_id, []).append(had)
         self.unended.update(known.ended.keys() - facts.ended.keys())
 
-    def _catch_up(self, session_id: str, now: Session) -> None:
+    def _catch_up(self, now: Session, *, only: str = "") -> None:
         """The running answer's text may be shorter than it was: it has to grow to the same."""
         if now.running is not None:
-            self._regrows[now.running] = (session_id, now.response.get("replica", ""))
+            self._regrows[now.running] = only
             self._check_text(now.running, now.text)
 
     def _on_written_again(self, link: Link, session_id: str, before: Session, now: Session) -> None:
@@ -283,7 +284,7 @@ class Oracle:
             )  # rather forward: it was cut off, and knows more
         if loss is None or now.version >= loss.floor.version:
             self.losses.pop(session_id, None)
-            self._catch_up(session_id, now)
+            self._catch_up(now)
         [left] = self._wire.ask(("LRANGE", keys.session_keys(session_id)[7], 0, -1))
         bare = {id for id, ended in self._facts[session_id].ended.items() if not ended.outcome.keeps_item}
         self.forgotten.update(id for id in bare if not any(f'"{id}"'.encode() in item for item in left))
@@ -292,7 +293,7 @@ class Oracle:
         """Whether an operation is to be looked at as any other while a loss waits to be written again."""
         if after.version == before.version:
             if after.running in self._facts[session_id].texts:  # it may be told
-                self._catch_up(session_id, after)
+                self._catch_up(after)
             return False
         # By a replica that knew nothing of the loss: what was lost stays so (see the limits on the decision's page).
         self.counts["written over by who knew nothing"] += 1
@@ -319,9 +320,10 @@ class Oracle:
                     self._go_back_to_stored(session_id, now)
             elif self._clock.now > loss.deadline:
                 raise Broken(f"{loss.floor} did not write again what the store lost of {session_id}")
-        for response_id, (session_id, owner) in list(self._regrows.items()):
-            if not self._is_there(owner):  # what it had told is gone with it
+        for response_id, only in list(self._regrows.items()):
+            if only and not self._is_there(only):  # what it had told is gone with it
                 del self._regrows[response_id]
+                session_id = self._session_of[response_id]
                 if session_id not in self.losses and self.sessions[session_id].running == response_id:
                     self.counts["witnesses lost"] += 1
                     self._go_back_to_stored(session_id, self.sessions[session_id])

@@ -26,11 +26,15 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
--- A replica listens. Those that died without a word are nobody to tell something to.
+-- Replicas that died without a word are nobody to tell something to.
+local function forget_dead_watchers(keys)
+  redis.call('ZREMRANGEBYSCORE', keys[WATCHERS], '-inf', now_ms() - WATCH_MS)
+end
+
+-- A replica listens, from now on or still.
 local function watch(keys, replica)
-  local now = now_ms()
-  redis.call('ZREMRANGEBYSCORE', keys[WATCHERS], '-inf', now - WATCH_MS)
-  if replica then redis.call('ZADD', keys[WATCHERS], now, replica) end
+  forget_dead_watchers(keys)
+  redis.call('ZADD', keys[WATCHERS], now_ms(), replica)
 end
 
 -- Slide the life of a session: all its keys together. Without items it is short.
@@ -54,6 +58,13 @@ end
 local function is_behind(keys, known)
   local version = redis.call('HGET', keys[SESSION], 'version')
   return tonumber(version or '-1') < tonumber(known) and (version or redis.call('EXISTS', keys[DELETED]) == 0)
+end
+
+-- Why nothing can be written to the session by who knows this version: 'behind', 'gone', or nil.
+local function unfit(keys, known)
+  if is_behind(keys, known) then return 'behind' end
+  if redis.call('EXISTS', keys[SESSION]) == 0 then return 'gone' end
+  return nil
 end
 
 -- Each turn reads the items whole, so their bytes are counted: `bytes` of the session.

@@ -7,8 +7,8 @@
 -- most bytes.
 -- All items come with the reply of a response that begins; its prompt is what stands before its own.
 register('begin', function(keys, args)
-  if is_behind(keys, args[17]) then return {'behind'} end
-  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local why_not = unfit(keys, args[17])
+  if why_not then return {why_not} end
   local session_id, replica = args[1], args[4]
   local response_id, item_id, in_reply_to, token, mode = args[6], args[7], args[8], args[9], args[12]
   local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica')

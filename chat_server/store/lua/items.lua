@@ -1,8 +1,8 @@
 -- Put an item into the conversation, once. ARGV: session id, ttl ms, empty ttl ms, replica, most items, item id,
 -- item JSON, previous item id ('' for the end, 'root' for the start), version that the caller knows, most bytes.
 register('item_add', function(keys, args)
-  if is_behind(keys, args[9]) then return {'behind'} end
-  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local why_not = unfit(keys, args[9])
+  if why_not then return {why_not} end
   local id, json, after = args[6], args[7], args[8]
   local there = redis.call('HGET', keys[ITEMS], id)
   if there == json then return {'duplicate', before_id(keys, id) or false} end
@@ -34,8 +34,8 @@ end
 -- replica, item id, JSON as it was read, new JSON, body of the message, version that the caller knows.
 register('item_replace', function(keys, args)
   local id = args[5]
-  if is_behind(keys, args[9]) then return {'behind'} end
-  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local why_not = unfit(keys, args[9])
+  if why_not then return {why_not} end
   if in_making(keys, id) then return {'busy'} end
   local there = redis.call('HGET', keys[ITEMS], id)
   if not there then return {'gone'} end
@@ -50,8 +50,8 @@ end)
 -- the response that made it ('' for none), version that the caller knows.
 register('item_delete', function(keys, args)
   local id = args[5]
-  if is_behind(keys, args[8]) then return {'behind'} end
-  if redis.call('EXISTS', keys[SESSION]) == 0 then return {'gone'} end
+  local why_not = unfit(keys, args[8])
+  if why_not then return {why_not} end
   if in_making(keys, id) then return {'busy'} end
   if remove_item(keys, id) == 0 then return {'gone'} end
   local previous = before_id(keys, id)

@@ -33,7 +33,7 @@ end)
 
 -- For how many milliseconds nobody has listened; -1 if somebody does, or the session is gone. ARGV: session id.
 register('unwatched', function(keys, args)
-  watch(keys, nil)
+  forget_dead_watchers(keys)
   if redis.call('EXISTS', keys[SESSION]) == 0 or redis.call('ZCARD', keys[WATCHERS]) > 0 then return -1 end
   local since = redis.call('HGET', keys[SESSION], 'unwatched_since')
   if not since then
