@@ -21,7 +21,7 @@ from chat_server.hub import Hub, now_ms
 from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
-from chat_server.store.messages import Change, ResponseEnded, end_body
+from chat_server.store.messages import Change, ResponseEnded, decode, end_body
 from chat_server.store.redis import LEASE_MS, Store
 from chat_server.store.replies import Cut, Snapshot
 from chat_server.turn import Conductor, Turn
@@ -90,11 +90,13 @@ class Answers:
         if live.response is None or live.response_token != token:
             # The connections start again; the answer is made all the same.
             self._hub.drop(live)
-            live.conversation = Conversation(items)
-            change = self._hub.apply(live, message)
+            self._hub.apply(live, message)
+        if not live.loaded:
+            change = decode(message)
             assert isinstance(change, Change), "it began, or moved here"
-            if live.response is not None and _knows_what_waits(live, items, live.response.item_id):
-                live.known = change.version  # all items come with it
+            # All items come with it, and only the place of an answer that waits.
+            live.conversation = Conversation(items)
+            live.known = change.version if live.keep_queued(_waiting(items, live.response)) else -1
         response = live.response
         assert response is not None and live.turn is None, "it was just begun"
         writer = Writer(
@@ -444,10 +446,10 @@ class Answers:
         return None
 
 
-def _knows_what_waits(live: LiveSession, items: tuple[Item, ...], made: str) -> bool:
-    """Whether the queued answer that we know is the one that waits, beside that whose item is ``made``."""
-    waiting = {item.id for item in items if item.status == "in_progress" and item.id != made}
-    return waiting == ({live.queued.item_id} if live.queued is not None else set())
+def _waiting(items: tuple[Item, ...], made: Response | None) -> str | None:
+    """The item of the answer that waits behind the one that is made, if one does."""
+    made_id = None if made is None else made.item_id
+    return next((item.id for item in items if item.status == "in_progress" and item.id != made_id), None)
 
 
 def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:

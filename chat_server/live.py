@@ -170,6 +170,12 @@ class LiveSession:
         self.version = -1
         self.held = []
 
+    def keep_queued(self, item_id: str | None) -> bool:
+        """Forget the queued answer unless it is that of this item. False if one waits that we do not know."""
+        if self.queued is not None and self.queued.item_id != item_id:
+            self.queued = None
+        return item_id is None or self.queued is not None
+
     def catch_up(self, state: SessionState) -> bool:
         """Take what ``watch`` found after messages may have been missed; False if that can not be told any more."""
         self._heed(state)
