@@ -16,7 +16,7 @@ from aiohttp import web
 
 from chat_server.client.connection import ChatError, Connection, ConnectionLost, realtime_url
 from chat_server.engine.simulated import Fault, answer_for
-from tests.e2e.line import line_to
+from tests.support.line import line_to
 from tests.support.server import QUICK, RunningServer, free_port, running_server
 
 pytestmark = pytest.mark.server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from playwright.async_api import Browser, expect
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, answer_for
 from chat_server.settings import Limits
-from tests.e2e.line import Line, line_to
 from tests.e2e.page import NETWORK, ChatPage, visit
+from tests.support.line import Line, line_to
 from tests.support.server import RunningServer, running_server
+from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -125,18 +127,26 @@ async def test_an_answer_that_ended_while_the_page_was_away(
     await same_in_a_fresh_tab(chat, browser, server)
 
 
+@asynccontextmanager
+async def stopped_elsewhere(chat: ChatPage, line: Line, server: RunningServer) -> AsyncIterator[WsClient]:
+    """The page is cut off in mid-answer; another tab, which is given, stopped that at 40 code points of it."""
+    await chat.say(ENDLESS)
+    await chat.writing()
+    line.cut(down=True)
+    async with server.connect(session_id=session_of(chat), extensions=1) as other:
+        await other.until("response.output_text.delta")
+        await other.send("response.cancel", seen=40)
+        await other.until("response.done")
+        yield other
+    line.up()
+
+
 async def test_text_that_was_taken_back_while_the_page_was_away(
     chat: ChatPage, line: Line, browser: Browser, server: RunningServer
 ) -> None:
     """Another tab stopped the answer at what it had seen of it: the page gives up what it has more."""
-    await chat.say(ENDLESS)
-    await chat.writing()
-    line.cut(down=True)
-    async with server.connect(session_id=session_of(chat), extensions=1) as client:
-        await client.until("response.output_text.delta")
-        await client.send("response.cancel", seen=40)
-        await client.until("response.done")
-    line.up()
+    async with stopped_elsewhere(chat, line, server):
+        pass
     await expect(chat.facts).to_contain_text("Stopped", timeout=20_000)
     await same_in_a_fresh_tab(chat, browser, server)
 
@@ -145,16 +155,9 @@ async def test_a_session_whose_answer_is_gone_shows_nothing_of_it(
     chat: ChatPage, line: Line, browser: Browser, server: RunningServer
 ) -> None:
     """The answer was deleted meanwhile: the page does not keep a part of it."""
-    await chat.say(ENDLESS)
-    await chat.writing()
-    line.cut(down=True)
-    async with server.connect(session_id=session_of(chat), extensions=1) as client:
-        await client.until("response.output_text.delta")
-        await client.send("response.cancel", seen=40)
-        done = await client.until("response.done")
-        await client.send("conversation.item.delete", item_id=done["response"]["output"][0]["id"])
-        await client.until("conversation.item.deleted")
-    line.up()
+    async with stopped_elsewhere(chat, line, server) as other:
+        await other.send("conversation.item.delete", item_id=other.events[-1]["response"]["output"][0]["id"])
+        await other.until("conversation.item.deleted")
     await expect(chat.answers).to_have_count(0, timeout=20_000)
     await expect(chat.asked.get_by_role("button", name="Ask again")).to_be_visible()
     await same_in_a_fresh_tab(chat, browser, server)

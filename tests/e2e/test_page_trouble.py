@@ -13,8 +13,8 @@ from playwright.async_api import Browser, expect
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, simulated_server
 from chat_server.settings import Limits, parse_api_keys
-from tests.e2e.line import line_to
 from tests.e2e.page import NETWORK, visit
+from tests.support.line import line_to
 from tests.support.server import RunningServer, free_port, running_server, server_process
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
