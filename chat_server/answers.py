@@ -23,7 +23,7 @@ from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.messages import Change, ResponseEnded, decode, end_body
 from chat_server.store.redis import LEASE_MS, Store
-from chat_server.store.replies import Cut, Snapshot
+from chat_server.store.replies import Cut, Held, Snapshot
 from chat_server.turn import Conductor, Turn
 
 log = logging.getLogger(__name__)
@@ -228,8 +228,8 @@ class Answers:
     async def _know(self, live: LiveSession) -> int:
         """The version of the session that we know all of: what changed while nobody here listened is read."""
         if not live.loaded:
-            [version] = await self._store.versions([live.id])
-            if version is not None and version > live.known:
+            [held] = await self._store.held([live.id])
+            if held is not None and held.version > live.known:
                 await self._hub.look(live)
         return live.known
 
@@ -248,18 +248,19 @@ class Answers:
         without it.
         """
         now = time.monotonic()
-        makes = {live.id: live for live in self._hub.sessions if live.turn is not None}
+        makes = {live.id: (live, live.turn) for live in self._hub.sessions if live.turn is not None}
         ended = dict(self._ended)
-        known = {session_id: snapshot.version for session_id, (_, snapshot) in ended.items()}
-        known |= {session_id: live.known for session_id, live in makes.items()}
-        versions = await self._store.versions(list(known))
-        held = dict(zip(known, versions, strict=True))
-        lost = {session_id for session_id, holds in held.items() if holds is not None and holds < known[session_id]}
-        for live in makes.values():
-            turn = live.turn
-            if live.id in lost and turn is not None:
+        known = {session_id: Held(snapshot.version, 0) for session_id, (_, snapshot) in ended.items()}
+        known |= {live.id: Held(live.known, turn.response.byte_length) for live, turn in makes.values()}
+        held = dict(zip(known, await self._store.held(list(known)), strict=True))
+        lost = {id for id, holds in held.items() if holds is not None and holds.version < known[id].version}
+        for live, turn in makes.values():
+            holds = held[live.id]
+            if live.id in lost:
                 async with live.lock:
                     await self._restore(live, turn)
+            elif holds is not None and holds.size < known[live.id].size:
+                await self._committer.store_again(turn.writer)
         for session_id, kept in ended.items():
             if session_id in lost and session_id not in makes:
                 await self._restore_as(session_id, kept[1])

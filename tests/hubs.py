@@ -74,8 +74,8 @@ class PlayedStore:
         self.rounds.append(list(session_ids))
         return [None if session_id in self.troubles else Held(10, 0) for session_id in session_ids]
 
-    async def versions(self, session_ids: Sequence[str]) -> list[int | None]:
-        return [None if session_id in self.troubles else 10 for session_id in session_ids]
+    async def held(self, session_ids: Sequence[str]) -> list[Held | None]:
+        return [None if session_id in self.troubles else Held(10, 0) for session_id in session_ids]
 
     async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         return [None if session_id in self.troubles else -1 for session_id in session_ids]

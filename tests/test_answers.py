@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
-from chat_server.store.replies import Snapshot, TakenOver
+from chat_server.store.replies import Held, Snapshot, TakenOver
 from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
@@ -214,6 +214,7 @@ class PlayedCommitter:
     def __init__(self) -> None:
         self.stuck: set[str] = set()
         self.lost: list[Writer] = []
+        self.stored_again: list[Writer] = []
 
     async def settle(self, writer: Writer) -> None:
         while writer.session_id in self.stuck:
@@ -221,6 +222,9 @@ class PlayedCommitter:
 
     async def store_rest(self, writer: Writer) -> bool:
         return True
+
+    async def store_again(self, writer: Writer) -> None:
+        self.stored_again.append(writer)
 
     def lose(self, writer: Writer) -> None:
         self.lost.append(writer)
@@ -360,6 +364,28 @@ async def test_text_on_its_way_to_a_store_that_loses_it_is_written_again_too() -
     assert under_way is not None
     assert under_way.text
     assert [snapshot.text for snapshot in written] == [response.text(0) + under_way.text]
+
+
+@pytest.mark.parametrize(("holds", "again"), [(Held(10, 4), True), (Held(11, 4), True), (Held(10, 5), False)])
+async def test_text_that_the_store_lost_need_not_wait_for_more_of_it(holds: Held, again: bool) -> None:
+    """The engine thinks, or a commit hangs: who comes meanwhile, or takes over, reads all that was told."""
+    store, committer = PlayedStore(), PlayedCommitter()
+
+    async def held(session_ids: Sequence[str]) -> list[Held | None]:
+        return [holds for _ in session_ids]
+
+    store.held = held  # type: ignore[method-assign]
+    async with running_hub(store) as hub:
+        live = await make_here(hub, "a1")
+        assert live.turn is not None
+        response = live.turn.response
+        response.move(State.PREFILL)
+        response.on_text("Hello ")
+        response.take_commit()
+        response.stored_in_flight()
+        assert response.byte_length == 5
+        await answers_of(hub, store, committer).check_kept()
+        assert committer.stored_again == [live.turn.writer] * again
 
 
 async def test_what_is_heard_before_an_answer_is_ours_belongs_to_what_is_written_again() -> None:

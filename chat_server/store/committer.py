@@ -131,6 +131,13 @@ class Committer:
             self._answer(writer, reply)
         return not writer.lost
 
+    async def store_again(self, writer: Writer) -> None:
+        """Store once more what was stored: the store lost some of it. Harmless if the response is not ours any more.
+
+        Raises StoreUnavailable.
+        """
+        await self._store.commit([_text_commit(writer, writer.response.whole_commit())])
+
     async def run(self) -> None:
         """Commit until cancelled."""
         async with asyncio.TaskGroup() as tasks:

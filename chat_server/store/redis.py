@@ -124,7 +124,7 @@ class Store:
         None, here and below, for one that the store does not answer for now.
         """
         replies = await self._ask_each(session_ids, "renew", *self._ttls, self.replica_id)
-        return [None if reply is None else Held(int(reply[0]), reply[1]) for reply in replies]
+        return [_held(reply) for reply in replies]
 
     async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         """For how long nobody has listened to each of these sessions, on any replica; -1 if somebody does."""
@@ -152,9 +152,9 @@ class Store:
             return bytes(reply[1])
         return "stale" if reply[0] == b"stale" else "gone"
 
-    async def versions(self, session_ids: Sequence[str]) -> list[int | None]:
-        """The version of each session; -1 for one that is not there."""
-        return [None if reply is None else int(reply) for reply in await self._ask_each(session_ids, "version")]
+    async def held(self, session_ids: Sequence[str]) -> list[Held | None]:
+        """What the store holds of each session (version -1: it is not there)."""
+        return [_held(reply) for reply in await self._ask_each(session_ids, "held")]
 
     async def restore(self, session_id: str, snapshot: Snapshot) -> bool:
         """Write a session again that the store lost; False if it holds that or something newer, or it was deleted."""
@@ -562,6 +562,10 @@ class Store:
 
 def _pairs(flat: list[bytes]) -> dict[str, bytes]:
     return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def _held(reply: list[Any] | None) -> Held | None:
+    return None if reply is None else Held(int(reply[0]), reply[1])
 
 
 def _text(value: bytes | None) -> str | None:

@@ -353,6 +353,19 @@ async def test_text_that_the_store_lost_is_written_again_whole() -> None:
         assert answer.refused == []
 
 
+async def test_text_that_the_store_lost_is_stored_again_without_more_of_it() -> None:
+    """All that was told, and nothing is told twice."""
+    store = FakeStore()
+    async with running(store) as committer:
+        answer = Answer(committer)
+        answer.says("Hello, you")
+        await answer.until_told("Hello, you")
+        store.texts["resp_1"] = b"He"
+        await committer.store_again(answer.writer)
+        assert store.texts == {"resp_1": b"Hello, you"}
+        assert "".join(answer.told) == "Hello, you"
+
+
 async def test_a_callback_that_raises_ends_its_own_answer_only() -> None:
     """It is lost, and says so; the others in the same round trip are told as ever."""
     store = FakeStore()

@@ -21,14 +21,19 @@ register('unwatch', function(keys, args)
   return 'ok'
 end)
 
--- Go on listening, which is use. ARGV: session id, ttl ms, empty ttl ms, replica. Returns the version and the bytes of the
--- running response's text.
+-- What is held of a session: its version ('-1' if it is gone), and the bytes of the running response's text.
+local function held(keys)
+  return {redis.call('HGET', keys[SESSION], 'version') or '-1', redis.call('STRLEN', keys[TEXT])}
+end
+register('held', held)
+
+-- Go on listening, which is use. ARGV: session id, ttl ms, empty ttl ms, replica. Returns what is held.
 register('renew', function(keys, args)
-  local version = redis.call('HGET', keys[SESSION], 'version')
-  if not version then return {'-1', 0} end
-  watch(keys, args[4])
-  touch(keys, args[2], args[3])
-  return {version, redis.call('STRLEN', keys[TEXT])}
+  if redis.call('EXISTS', keys[SESSION]) == 1 then
+    watch(keys, args[4])
+    touch(keys, args[2], args[3])
+  end
+  return held(keys)
 end)
 
 -- For how many milliseconds nobody has listened; -1 if somebody does, or the session is gone. ARGV: session id.
@@ -41,9 +46,4 @@ register('unwatched', function(keys, args)
     redis.call('HSET', keys[SESSION], 'unwatched_since', since)
   end
   return now_ms() - tonumber(since)
-end)
-
--- The version; '-1' if the session is gone.
-register('version', function(keys)
-  return redis.call('HGET', keys[SESSION], 'version') or '-1'
 end)
