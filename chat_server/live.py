@@ -248,7 +248,10 @@ class LiveSession:
             return
         if self.loaded and change.before != self.version:
             raise Gap
-        if self.conversation is not None:
+        follows = change.before == self.known
+        if not follows and not self._is_of_running(change):
+            return  # nobody listens here: what was missed before it is read when it is needed, and this with it
+        if self.conversation is not None and follows:
             _keep(self.conversation, change)
         match change:
             case ItemPut():
@@ -268,7 +271,9 @@ class LiveSession:
             case ResponseMoved():
                 self._move(change)
             case ResponseEnded():
-                self._end(change)
+                response = self._end(change)
+                if self.conversation is not None and follows:
+                    _keep_ended(self.conversation, response)
             case SessionDeleted():
                 self.close_connections(close_codes.DONE, "the conversation was deleted")
                 if self.turn is not None:
@@ -277,8 +282,19 @@ class LiveSession:
                 assert_never(change)
         if self.loaded:
             self.version = self.known = change.version
-        elif change.before == self.known:
+        elif follows:
             self.known = change.version
+
+    def _is_of_running(self, change: AnyChange) -> bool:
+        """Whether a change decides about the answer that runs, or begins one: whoever makes it has to know."""
+        match change:
+            case ResponseBegan():
+                return not change.queued
+            case ResponseEnded():
+                return self.queued is None or self.queued.id != change.response
+            case ResponseMoved() | SessionDeleted():
+                return True
+        return False
 
     def _begin(self, change: ResponseBegan) -> None:
         self.item_count += 1
@@ -319,7 +335,7 @@ class LiveSession:
         self._stored(response, rest, len(rest.encode()) if len(rest) < len(message.text) else message.size)
         self.pump()
 
-    def _end(self, change: ResponseEnded) -> None:
+    def _end(self, change: ResponseEnded) -> Response:
         in_queue = self.queued is not None and self.queued.id == change.response
         response = self.queued if in_queue else self.response
         starts = change.next
@@ -331,11 +347,6 @@ class LiveSession:
         if rest:
             response.on_stored(rest, len(rest.encode()))
         response.end(change.outcome)
-        if self.conversation is not None:
-            if change.outcome.keeps_item:
-                self.conversation.put(response.item(), response.previous_item_id)
-            else:
-                self.conversation.remove(response.item_id)
         if in_queue:
             self.queued = None
         else:
@@ -343,6 +354,7 @@ class LiveSession:
         if not change.outcome.keeps_item:
             self._gone(response.item_id, response.previous_item_id)
         self._each(lambda connection: connection.outbox.end(response))
+        return response
 
     def _start_next(self, starts: Next | None) -> None:
         """The queued response, if there is one (and we heard of it), is the running one now."""
@@ -453,3 +465,12 @@ def _keep(conversation: Conversation, change: AnyChange) -> None:
             conversation.remove(change.item_id)
         case ResponseBegan():
             conversation.put(Response(change.begun, previous_item_id=None).item(), change.previous)
+
+
+def _keep_ended(conversation: Conversation, response: Response) -> None:
+    """An answer that ended stays as it is now, or leaves no item."""
+    assert response.outcome is not None, "it ended"
+    if response.outcome.keeps_item:
+        conversation.put(response.item(), response.previous_item_id)
+    else:
+        conversation.remove(response.item_id)
