@@ -314,9 +314,10 @@ class Commands:
             async with live.lock:
                 wish = await self._write(live, lambda known: cancel(known=known))
         except StoreUnavailable:
-            if turn is None:
+            if turn is None or live.turn is not turn:
                 raise
-            wish = Cut(cut)  # the engine need not wait for the store; the end does
+            turn.stop(Cut(cut), stored=False)  # the engine need not wait for the store; the end does
+            return
         if wish is None:
             raise _not_active()
         await self._wished(live, wanted, wish)

@@ -120,9 +120,13 @@ class Turn:
 
     # --- stopping
 
-    def stop(self, cut: Cut | None) -> None:
-        """Stop the answer, by a wish that the store holds (None: whatever that is). The first one counts."""
-        self.cut = self.cut or cut
+    def stop(self, cut: Cut | None, *, stored: bool = True) -> None:
+        """Stop the answer, by a wish that the store holds (None: whatever that is), or does not hold yet.
+
+        One that it holds counts; before there is one, the first that came.
+        """
+        if cut is not None and (stored or self.cut is None):
+            self.cut = cut
         if not self.stopped:
             self.stopped = True
             self.abandon()
@@ -392,7 +396,6 @@ class Conductor:
                     reply = await self._store_end(turn, rest, outcome)
                     if isinstance(reply, Cut):  # it was wished before the end was stored
                         turn.stop(reply)
-                        turn.cut = reply
                         continue
                     if isinstance(reply, bytes):
                         await ended(reply)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from chat_server.core import close_codes
 from chat_server.core.client_events import Flush
+from chat_server.core.conversation import Conversation
 from chat_server.core.items import Item, Part, SessionSettings, Timing, Usage
 from chat_server.core.principal import LOCAL
 from chat_server.core.response import Outcome
@@ -22,6 +24,7 @@ from chat_server.store.messages import (
     ItemPut,
     ResponseBegan,
     ResponseEnded,
+    ResponseMoved,
     SessionDeleted,
     SettingsChanged,
     Text,
@@ -423,3 +426,39 @@ def test_all_connections_can_be_sent_away() -> None:
     for connection in connections:
         assert connection.closed == [close_codes.RESTART]
         assert connection.outbox.statistics() == {"events": 0, "event_bytes": 0, "views": 0}
+
+
+# --- an answer is made here, and nobody here listens
+
+
+def test_what_is_kept_of_a_session_that_nobody_reads_is_of_one_version() -> None:
+    """A message that follows one that was missed changes nothing of it: it may be written again as it is known."""
+    live, _ = session(connections=0)
+    live.conversation = Conversation([ITEM])
+    live.turn = cast("Turn", FakeTurn())
+    live.apply(began())
+    live.unload()
+    queued = begun(id="resp_2", item_id="item_3")
+    live.apply(msgspec.structs.replace(began(20, 21), queued=True, begun=queued))
+    live.apply(put(21, 22, msgspec.structs.replace(ITEM, id="item_9")))
+    live.apply(SettingsChanged(session="sess_1", before=22, version=23, model="other", settings=SessionSettings()))
+    assert (live.known, live.model, live.queued) == (11, "m", None)
+    assert [item.id for item in live.conversation.items] == ["item_1", BEGUN.item_id]
+    live.apply(put(11, 12, msgspec.structs.replace(ITEM, id="item_8")))
+    assert live.known == 12
+    assert [item.id for item in live.conversation.items] == ["item_8", "item_1", BEGUN.item_id]
+
+
+def test_what_is_said_of_an_answer_that_is_made_here_is_heard_whatever_was_missed() -> None:
+    """Somebody else has it now, or the session is deleted: its maker stops, though nobody here listens."""
+    said = {"session": "sess_1", "before": 20, "version": 21}
+    to_another = {"response": BEGUN.id, "owner": "replica_2", "token": "token_2", "epoch": None, "reason": ""}
+    for change in (ResponseMoved(**said, **to_another), SessionDeleted(**said)):  # type: ignore[arg-type]
+        live, _ = session(connections=0)
+        live.conversation = Conversation([ITEM])
+        turn = FakeTurn()
+        live.turn = cast("Turn", turn)
+        live.apply(began())
+        live.unload()
+        live.apply(change)
+        assert turn.lost == 1

@@ -293,6 +293,28 @@ async def test_a_stop_that_comes_as_the_answer_is_whole_cancels_it() -> None:
     assert script.ends[0]["item"].status == "incomplete"
 
 
+@pytest.mark.parametrize(
+    ("stops", "length"),
+    [
+        ([(4, False), (2, False)], 4),
+        ([(4, False), (2, True), (3, False)], 2),
+        ([(2, False), (4, True)], 4),
+        ([(3, True), (None, True)], 3),
+    ],
+)
+async def test_the_stop_that_the_store_holds_counts(stops: list[tuple[int | None, bool]], length: int) -> None:
+    """Whoever wanted it while the store was away; before it holds one, the first counts."""
+    script = Script()
+    turn = script.turn()
+
+    def stop() -> None:
+        for cut, stored in stops:
+            turn.stop(None if cut is None else Cut(cut), stored=stored)
+
+    script.on_settle = stop
+    assert (await script.run(turn)).outcome.text_length == length
+
+
 async def test_an_end_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written when the store is back, once, and told then; meanwhile heartbeats say ``waiting``."""
     monkeypatch.setattr(turn_module, "_END_RETRY_S", 0.0)

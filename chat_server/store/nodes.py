@@ -90,9 +90,24 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
         "retry": options["retry"],
         **address.sentinel_options,
     }
-    sentinel = Sentinel(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
+    sentinel = Daemons(address.nodes, sentinel_kwargs=daemons)
     pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
     return Single(redis_asyncio.Redis.from_pool(pool), max_connections, timeout_s, sentinel)
+
+
+class Daemons(Sentinel):
+    """The daemons of Sentinel. They are asked by one at a time.
+
+    redis-py puts the one that answered in front, by a place that it found before it asked: two at once lose a daemon.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._asking = asyncio.Lock()
+
+    async def discover_master(self, service_name: str) -> Any:
+        async with self._asking:
+            return await super().discover_master(service_name)
 
 
 class Single:

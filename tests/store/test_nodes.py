@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 import trustme
 from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.core.ids import new_id
@@ -25,7 +26,7 @@ from chat_server.store import keys
 from chat_server.store import nodes as nodes_module
 from chat_server.store import server as server_module
 from chat_server.store.address import parse_address
-from chat_server.store.nodes import connect
+from chat_server.store.nodes import Daemons, connect
 from chat_server.store.redis import Store
 from chat_server.store.replies import Held, TextCommit
 from tests.store.sessions import ANN, MODEL, add, begin, commit, end, ids, item, new_session, store_at
@@ -305,6 +306,33 @@ async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> No
             message = await end(one, session_id, asked, "Hello!", stored="Hello!")
             async with asyncio.timeout(5):
                 assert await anext(inbox) == message
+
+
+class PlayedDaemon:
+    """A daemon that is gone, or knows the server."""
+
+    def __init__(self, *, gone: bool) -> None:
+        self._gone = gone
+
+    async def sentinel_masters(self) -> dict[str, dict[str, Any]]:
+        await asyncio.sleep(0)
+        if self._gone:
+            raise RedisConnectionError("nobody is there")
+        state = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 2}
+        return {"main": state | {"ip": "10.0.0.1", "port": 6379}}
+
+
+async def test_no_daemon_is_forgotten_when_many_ask_at_once() -> None:
+    """Whoever answers is asked first from then on, and all of them are there when that one is gone."""
+    sentinel = Daemons([("a", 1), ("b", 2), ("c", 3)])
+    await sentinel.aclose()
+    daemons: list[Any] = [PlayedDaemon(gone=True), PlayedDaemon(gone=True), PlayedDaemon(gone=False)]
+    sentinel.sentinels = list(daemons)
+    async with asyncio.timeout(5):
+        found = await asyncio.gather(*(sentinel.discover_master("main") for _ in range(10)))
+    assert set(found) == {("10.0.0.1", 6379)}
+    assert sentinel.sentinels[0] is daemons[2]
+    assert set(sentinel.sentinels) == set(daemons)
 
 
 @pytest.mark.parametrize("kind", ["cluster", "sentinel"])
