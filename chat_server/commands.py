@@ -101,6 +101,7 @@ class Commands:
                 case "ok":
                     await self._hub.apply_own(live, added.message)
                 case "duplicate":
+                    self._hub.doubt(live)  # it may be a write of ours whose answer was lost
                     for kind in (ItemAdded, ItemDone):
                         connection.outbox.push(kind(previous_item_id=added.previous, item=item, duplicate=True))
                 case "conflict":
@@ -240,6 +241,8 @@ class Commands:
             if live.turn is not None:
                 live.turn.lose()  # its end is stored, but we were not told so: whoever listens here reads it again
             live.conversation = Conversation(reply.items)
+        if reply.kind == "queued" and not reply.messages:
+            self._hub.doubt(live)  # it has its place from a write of ours whose answer was lost
         for message in reply.messages:
             await self._hub.apply_own(live, message)
         if reply.kind == "queued":

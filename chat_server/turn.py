@@ -31,7 +31,6 @@ from chat_server.errors import (
     EngineUnavailable,
     StoreBehind,
     StoreError,
-    StoreUnavailable,
 )
 from chat_server.placing import NoEngine, Placer
 from chat_server.settings import Limits
@@ -404,7 +403,7 @@ class Conductor:
                     else:
                         turn.lose()
                 return
-            except StoreUnavailable as error:
+            except StoreError as error:
                 if time.monotonic() > deadline:
                     log.error("The end of an answer could not be stored for %.0f s: %s", _END_S, error)
                     return

@@ -186,6 +186,10 @@ class Committer:
             replies = await self._store.commit(list(batch.values()))
         except StoreError as error:
             replies = [error] * len(batch)
+        except Exception as error:
+            if not lane.again:
+                log.exception("The text of answers could not be sent; it is sent again")
+            replies = [StoreError(type(error).__name__)] * len(batch)
         waited, lane.again = len(lane.again), {}
         trouble = None
         for (writer, commit), reply in zip(batch.items(), replies, strict=True):

@@ -6,9 +6,10 @@ Both do the same things; what follows a failover is here. Deadlines, and errors 
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -30,8 +31,9 @@ _SENTINEL_TIMEOUT_S = 1.0
 #: seconds after which a connection to a node of a cluster is tried before it is used. (For others redis-py looks.)
 _STALE_S = 10.0
 
-#: errors that leave open whether a command was done; those of a cluster that say that it was not.
-_LOST = (RedisConnectionError, RedisTimeoutError, TimeoutError)
+#: errors that leave open whether a command was done; those of a cluster that say that it was not. A RuntimeError is
+#: what uvloop raises on a connection that the other side has reset.
+LOST = (RedisConnectionError, RedisTimeoutError, TimeoutError, RuntimeError)
 
 
 class _NotSent(RedisConnectionError):
@@ -82,56 +84,74 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
     if address.kind == "cluster":
         return Cluster(address.nodes, options, max_connections, timeout_s)
     if address.kind == "server":
-        client = redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options))
-        return Single(client, max_connections, timeout_s)
+        return Single(lambda: redis_asyncio.ConnectionPool(**options), max_connections, timeout_s)
     daemons = {
         "socket_timeout": _SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
         "retry": options["retry"],
         **address.sentinel_options,
     }
-    sentinel = Daemons(address.nodes, sentinel_kwargs=daemons)
-    pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
-    return Single(redis_asyncio.Redis.from_pool(pool), max_connections, timeout_s, sentinel)
+    sentinel = Daemons(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
+
+    def pool() -> redis_asyncio.ConnectionPool:
+        return SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
+
+    return Single(pool, max_connections, timeout_s, sentinel)
 
 
 class Daemons(Sentinel):
-    """The daemons of Sentinel. They are asked by one at a time.
+    """The daemons of Sentinel.
 
-    redis-py puts the one that answered in front, by a place that it found before it asked: two at once lose a daemon.
+    redis-py puts the one that answered in front, by a place that it found before it asked: of two calls at once one
+    would lose a daemon that way. So each works on a list of its own.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._asking = asyncio.Lock()
-
     async def discover_master(self, service_name: str) -> Any:
-        async with self._asking:
-            return await super().discover_master(service_name)
+        call = copy.copy(self)
+        call.sentinels = list(self.sentinels)
+        found = await Sentinel.discover_master(call, service_name)
+        self.sentinels = call.sentinels
+        return found
 
 
 class Single:
     """One server that takes writes: the one at the address, or whichever Sentinel says is it."""
 
     def __init__(
-        self, client: redis_asyncio.Redis, room: int, timeout_s: float, sentinel: Sentinel | None = None
+        self,
+        pool: Callable[[], redis_asyncio.ConnectionPool],
+        room: int,
+        timeout_s: float,
+        sentinel: Sentinel | None = None,
     ) -> None:
-        self._client = client
+        self._pool = pool
+        self._client = redis_asyncio.Redis.from_pool(pool())
         self._room = asyncio.Semaphore(room)
         self._timeout_s = timeout_s
         self._sentinel = sentinel
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
-        pipe = self._client.pipeline(transaction=False)
+        client = self._client
+        pipe = client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
                 return await pipe.execute(raise_on_error=False)
-        except _LOST:
-            # Its machine may be gone without a word: only new connections ask Sentinel where the server is now.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+        except LOST:
+            if client is self._client:
+                self._client = redis_asyncio.Redis.from_pool(self._pool())
+                await self._leave(client.connection_pool)
             raise
+
+    @staticmethod
+    async def _leave(pool: redis_asyncio.ConnectionPool) -> None:
+        """Close its connections as they are free. Calls that come meanwhile have others: none is closed under them.
+
+        Their machine may be gone without a word: only new connections ask Sentinel where the server is now.
+        """
+        await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call] # closed when given back
+        await pool.disconnect(inuse_connections=False)
 
     def shard(self, key: str) -> str:
         return ""
@@ -174,9 +194,9 @@ class Cluster:
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
         await self._client.initialize()
         replies = await self._ask(commands, key)
-        if any(isinstance(reply, (*_LOST, *_REFUSED)) for reply in replies):
+        if any(isinstance(reply, (*LOST, *_REFUSED)) for reply in replies):
             failed = [c for c, r in zip(commands, replies, strict=True) if isinstance(r, Exception)]
-            with suppress(*_LOST, RedisClusterException):  # nobody knows more: the other replies are good all the same
+            with suppress(*LOST, RedisClusterException):  # nobody knows more: the other replies are good all the same
                 async with asyncio.timeout(self._timeout_s / 2):
                     await self._look_again(failed, key)
             refused = [at for at, reply in enumerate(replies) if isinstance(reply, _REFUSED)]
@@ -208,7 +228,7 @@ class Cluster:
         try:
             async with asyncio.timeout(self._timeout_s), self._room[node.name]:
                 return await pipe.execute(raise_on_error=False)
-        except RedisConnectionError as error:
+        except (RedisConnectionError, RuntimeError) as error:
             return [_NotSent(*error.args)] * len(commands)
         except (RedisTimeoutError, TimeoutError) as error:
             self._silent = node.name

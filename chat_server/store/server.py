@@ -15,14 +15,12 @@ from importlib import resources
 from typing import Any
 
 from redis.asyncio.client import PubSub
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.store import keys
 from chat_server.store.address import parse_address
-from chat_server.store.nodes import connect
+from chat_server.store.nodes import LOST, connect
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +67,7 @@ class Server:
         self._loads = asyncio.Lock()
         #: servers with too few replicas that follow: it is said once.
         self._alone: set[str] = set()
+        self._closed = False
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
@@ -83,6 +82,8 @@ class Server:
                 ) from error
 
     async def close(self) -> None:
+        """Close all connections; a call that comes later finds the store away."""
+        self._closed = True
         await self._nodes.aclose()
 
     def shard(self, key: str) -> str:
@@ -194,6 +195,8 @@ class Server:
     @asynccontextmanager
     async def _calling(self) -> AsyncIterator[None]:
         """A deadline for all of one call, errors in our words."""
+        if self._closed:
+            raise StoreUnavailable("The store is closed.")
         with _translated():
             async with asyncio.timeout(_TIMEOUT_S):
                 yield
@@ -204,14 +207,14 @@ def _translated() -> Iterator[None]:
     """redis-py's errors -> ours."""
     try:
         yield
-    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+    except (*LOST, RedisError, RedisClusterException, OSError) as error:
         raise _ours(error) from error
 
 
 def _ours(error: Exception) -> StoreError:
     """redis-py's error in our words: StoreUnavailable if the same call may be taken later."""
     match error:
-        case RedisConnectionError() | RedisTimeoutError() | RedisClusterException() | OSError() | TimeoutError():
+        case _ if isinstance(error, (*LOST, RedisClusterException, OSError)):
             return StoreUnavailable(f"The store can not be reached ({type(error).__name__}).")
         case ResponseError() if _passes(error):
             return StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).")

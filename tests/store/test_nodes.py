@@ -324,7 +324,7 @@ class PlayedDaemon:
 
 async def test_no_daemon_is_forgotten_when_many_ask_at_once() -> None:
     """Whoever answers is asked first from then on, and all of them are there when that one is gone."""
-    sentinel = Daemons([("a", 1), ("b", 2), ("c", 3)])
+    sentinel = Daemons([("a", 1), ("b", 2), ("c", 3)])  # type: ignore[no-untyped-call]
     await sentinel.aclose()
     daemons: list[Any] = [PlayedDaemon(gone=True), PlayedDaemon(gone=True), PlayedDaemon(gone=False)]
     sentinel.sentinels = list(daemons)
