@@ -9,7 +9,7 @@ import asyncio
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -84,7 +84,8 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
     if address.kind == "cluster":
         return Cluster(address.nodes, options, max_connections, timeout_s)
     if address.kind == "server":
-        return Single(lambda: redis_asyncio.ConnectionPool(**options), max_connections, timeout_s)
+        client = redis_asyncio.Redis.from_pool(redis_asyncio.ConnectionPool(**options))
+        return Single(client, max_connections, timeout_s)
     daemons = {
         "socket_timeout": _SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
@@ -92,11 +93,8 @@ def connect(address: Address, *, max_connections: int, timeout_s: float) -> Node
         **address.sentinel_options,
     }
     sentinel = Daemons(address.nodes, sentinel_kwargs=daemons)  # type: ignore[no-untyped-call]
-
-    def pool() -> redis_asyncio.ConnectionPool:
-        return SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
-
-    return Single(pool, max_connections, timeout_s, sentinel)
+    pool = SentinelConnectionPool(address.service, sentinel, **options)  # type: ignore[no-untyped-call]
+    return Single(redis_asyncio.Redis.from_pool(pool), max_connections, timeout_s, sentinel)
 
 
 class Daemons(Sentinel):
@@ -118,40 +116,31 @@ class Single:
     """One server that takes writes: the one at the address, or whichever Sentinel says is it."""
 
     def __init__(
-        self,
-        pool: Callable[[], redis_asyncio.ConnectionPool],
-        room: int,
-        timeout_s: float,
-        sentinel: Sentinel | None = None,
+        self, client: redis_asyncio.Redis, room: int, timeout_s: float, sentinel: Sentinel | None = None
     ) -> None:
-        self._pool = pool
-        self._client = redis_asyncio.Redis.from_pool(pool())
+        self._client = client
         self._room = asyncio.Semaphore(room)
         self._timeout_s = timeout_s
         self._sentinel = sentinel
 
     async def pipeline(self, commands: Sequence[Sequence[Any]], *, key: str | None = None) -> list[Any]:
-        client = self._client
-        pipe = client.pipeline(transaction=False)
+        pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
                 return await pipe.execute(raise_on_error=False)
         except LOST:
-            if client is self._client:
-                self._client = redis_asyncio.Redis.from_pool(self._pool())
-                await self._leave(client.connection_pool)
+            await self._drop_idle()
             raise
 
-    @staticmethod
-    async def _leave(pool: redis_asyncio.ConnectionPool) -> None:
-        """Close its connections as they are free. Calls that come meanwhile have others: none is closed under them.
+    async def _drop_idle(self) -> None:
+        """Close idle connections: their machine may be gone without a word, and only new ones ask where it is now.
 
-        Their machine may be gone without a word: only new connections ask Sentinel where the server is now.
+        Not by the pool's ``disconnect``: while that waits, a call may take a connection, which is closed under it.
         """
-        await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call] # closed when given back
-        await pool.disconnect(inuse_connections=False)
+        for connection in list(self._client.connection_pool._get_free_connections()):
+            await connection.disconnect(nowait=True)  # it waits for nothing
 
     def shard(self, key: str) -> str:
         return ""

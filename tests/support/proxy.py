@@ -28,7 +28,7 @@ class _Way:
         for writer in (self.client, self.server):
             raw = writer.get_extra_info("socket")
             if raw is not None and raw.family != socket.AF_UNIX:
-                with suppress(OSError):  # it is closed already
+                with suppress(OSError, ValueError):  # it is closed already
                     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
