@@ -22,7 +22,8 @@ from chat_server.live import LiveSession
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.messages import Change, ResponseEnded, decode, end_body
-from chat_server.store.redis import LEASE_MS, Store
+from chat_server.store.redis import Store
+from chat_server.store.replicas import LEASE_MS
 from chat_server.store.replies import Cut, Held, Snapshot
 from chat_server.turn import Conductor, Turn
 
@@ -293,12 +294,12 @@ class Answers:
             self._confirmed_at = now
             await self.check_kept()
             await self._abandon_unwatched()
-            await self._store.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
+            await self._store.replicas.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
         if now - self._looked_at > _LOOK_EVERYWHERE_S:
             # The first time all of them: their owners may be gone for longer than we are here.
             before = now_ms() - _UNCONFIRMED_MS if self._looked_at else now_ms()
             self._looked_at = now
-            await self._hub.each(await self._store.unconfirmed(before, _MOST), visit)
+            await self._hub.each(await self._store.replicas.unconfirmed(before, _MOST), visit)
 
     async def _visit(self, session_id: str, alive: dict[str, bool]) -> None:
         """Look at a session that perhaps nobody here listens to."""
@@ -309,13 +310,13 @@ class Answers:
         except Exception as error:  # it is gone, or broken
             if not isinstance(error, ClientError):
                 log.warning("Session %s: it can not be read (%s)", session_id, type(error).__name__)
-            await self._store.forget_running(session_id)
+            await self._store.replicas.forget_running(session_id)
             return
         try:
             async with live.lock:
                 await self._go_on(live, alive)
             if live.response is None or not live.loaded:
-                await self._store.forget_running(session_id)
+                await self._store.replicas.forget_running(session_id)
         finally:
             await self._hub.close(live)
 
@@ -435,7 +436,7 @@ class Answers:
             writer.lost = True  # an answer to an old commit is nothing to whoever goes on
             self._release(live, turn)
             await self._hub.close_if_idle(live)
-        await self._store.wake(live.id, now_ms())
+        await self._store.replicas.wake(live.id, now_ms())
 
     async def _store_and_leave(self, live: LiveSession, writer: Writer) -> bytes | None:
         """The message that says that nobody makes the answer now; None if the store does not know it as ours."""

@@ -37,6 +37,7 @@ from chat_server.hub import Hub
 from chat_server.settings import EngineAddress, Settings
 from chat_server.store.committer import Committer
 from chat_server.store.redis import Store
+from chat_server.store.server import Server
 from chat_server.turn import Conductor
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ async def run_app(
             Sessions(gate, hub, commands),
             Http(settings, gate, hub, fleet, startup),
         )
-        server = Server(_uvicorn_config(settings, app), sockets)
+        server = WebServer(_uvicorn_config(settings, app), sockets)
 
         async def ready() -> None:
             await fleet.wait_healthy(None, None)
@@ -113,10 +114,10 @@ async def run_app(
                     task.cancel()
         finally:
             with contextlib.suppress(StoreError, TimeoutError):  # it would run out by itself
-                await asyncio.wait_for(store.drop_lease(), _LEASE_S)
+                await asyncio.wait_for(store.replicas.drop_lease(), _LEASE_S)
 
 
-class Server(uvicorn.Server):
+class WebServer(uvicorn.Server):
     """uvicorn's server, which says where it listens, and minds no signals, but ``should_exit`` and its task's end."""
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> None:
@@ -154,13 +155,12 @@ class Server(uvicorn.Server):
 @asynccontextmanager
 async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store]:
     store = Store(
-        redis_url,
+        Server(redis_url, wait_replicas=settings.redis_wait_replicas),
         new_id("replica"),
         ttl_s=settings.session_ttl_s,
         empty_ttl_s=settings.empty_session_ttl_s,
         max_items=settings.limits.max_items,
         max_session_bytes=settings.limits.max_session_bytes,
-        wait_replicas=settings.redis_wait_replicas,
     )
     try:
         try:

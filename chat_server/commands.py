@@ -177,7 +177,7 @@ class Commands:
             connection.private.start(live.id, live.owner, begun, items)
             return
         token = new_id("token")
-        await self._store.confirm_running([live.id], now_ms())
+        await self._store.replicas.confirm_running([live.id], now_ms())
         async with live.lock:
             begun = self._begun(live, event, params, asked)
             running = live.response

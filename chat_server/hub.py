@@ -60,7 +60,7 @@ class Hub:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         # The embedded store has one replica at a time.
-        self.lease = Lease(store, alone=settings.redis_url is None and settings.workers == 1)
+        self.lease = Lease(store.replicas, alone=settings.redis_url is None and settings.workers == 1)
         self._settings = settings
         self._store = store
         self._sessions: dict[str, LiveSession] = {}
@@ -311,7 +311,7 @@ class Hub:
         heard_before = False
         while True:
             try:
-                async with self._store.inbox() as inbox:
+                async with self._store.replicas.inbox() as inbox:
                     self._listening = True
                     self._note_ready()
                     if heard_before:

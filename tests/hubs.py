@@ -20,6 +20,54 @@ from tests.test_live import FakeConnection
 AWAY = StoreUnavailable("away")
 
 
+class PlayedReplicas:
+    """What other replicas say, and say of themselves: they are all gone."""
+
+    def __init__(self, store: PlayedStore) -> None:
+        self._store = store
+        #: sessions with a running answer that nobody confirms
+        self.orphans: list[str] = []
+        self.subscriptions = 0
+        self._broken = asyncio.Event()
+
+    async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
+        pass
+
+    async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
+        return self.orphans
+
+    async def forget_running(self, session_id: str) -> None:
+        self._store.asked.append(("forget", session_id))
+
+    async def wake(self, session_id: str, now_ms: int) -> None:
+        pass
+
+    async def renew_lease(self, now_ms: int) -> None:
+        if "lease" in self._store.troubles:
+            raise self._store.troubles["lease"]
+
+    async def is_alive(self, replica_id: str) -> bool:
+        return False
+
+    # the inbox
+
+    @asynccontextmanager
+    async def inbox(self) -> AsyncIterator[AsyncIterator[bytes]]:
+        self.subscriptions += 1
+        yield self._listen()
+
+    async def _listen(self) -> AsyncIterator[bytes]:
+        messages: list[bytes] = []
+        for message in messages:
+            yield message
+        await self._broken.wait()
+        self._broken.clear()
+        raise AWAY
+
+    def break_inbox(self) -> None:
+        self._broken.set()
+
+
 class PlayedStore:
     """A store of several servers: the first letter of a session's id names the one on which it lies.
 
@@ -35,10 +83,7 @@ class PlayedStore:
         #: the sessions of each round trip that asked for many, and of each question of a kind
         self.rounds: list[list[str]] = []
         self.asked: list[tuple[str, str]] = []
-        #: sessions with a running answer that nobody confirms
-        self.orphans: list[str] = []
-        self.subscriptions = 0
-        self._broken = asyncio.Event()
+        self.replicas = PlayedReplicas(self)
 
     def shard(self, session_id: str) -> str:
         return session_id[0]
@@ -79,43 +124,6 @@ class PlayedStore:
 
     async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         return [None if session_id in self.troubles else -1 for session_id in session_ids]
-
-    async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
-        pass
-
-    async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
-        return self.orphans
-
-    async def forget_running(self, session_id: str) -> None:
-        self.asked.append(("forget", session_id))
-
-    async def wake(self, session_id: str, now_ms: int) -> None:
-        pass
-
-    async def renew_lease(self, now_ms: int) -> None:
-        if "lease" in self.troubles:
-            raise self.troubles["lease"]
-
-    async def is_alive(self, replica_id: str) -> bool:
-        return False
-
-    # the inbox
-
-    @asynccontextmanager
-    async def inbox(self) -> AsyncIterator[AsyncIterator[bytes]]:
-        self.subscriptions += 1
-        yield self._listen()
-
-    async def _listen(self) -> AsyncIterator[bytes]:
-        messages: list[bytes] = []
-        for message in messages:
-            yield message
-        await self._broken.wait()
-        self._broken.clear()
-        raise AWAY
-
-    def break_inbox(self) -> None:
-        self._broken.set()
 
 
 @asynccontextmanager

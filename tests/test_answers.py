@@ -270,7 +270,7 @@ async def test_one_broken_session_keeps_no_other_from_being_taken_over(
     store = PlayedStore()
     store.troubles = {"a1": trouble, "c1": trouble}
     if not connected:
-        store.orphans = list(ALL)
+        store.replicas.orphans = list(ALL)
     async with looking(store, monkeypatch) as hub:
         if connected:
             store.troubles, troubles = {}, store.troubles
@@ -287,7 +287,7 @@ async def test_a_server_of_the_store_that_is_away_keeps_none_of_the_others_from_
 ) -> None:
     """Whether it refuses or is silent; what lies on it is taken over when it is back."""
     store = PlayedStore()
-    store.orphans = [] if connected else list(ALL)
+    store.replicas.orphans = [] if connected else list(ALL)
     async with looking(store, monkeypatch) as hub:
         if connected:
             for session_id in ALL:

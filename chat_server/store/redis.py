@@ -7,9 +7,7 @@ repeat.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +18,7 @@ from chat_server.core.principal import Principal
 from chat_server.core.response import Begun, Outcome, Response, cancelled_in_queue, ended_response
 from chat_server.errors import StoreBehind, StoreError, StoreUnavailable
 from chat_server.store import keys, messages
+from chat_server.store.replicas import Replicas
 from chat_server.store.replies import (
     Added,
     BeginReply,
@@ -37,8 +36,6 @@ from chat_server.store.server import Server
 
 log = logging.getLogger(__name__)
 
-#: milliseconds that a replica is believed to live after its last sign.
-LEASE_MS = 4000
 #: functions that decide who answers, and what was answered: they count when replicas of the server have them too.
 _DURABLE = frozenset({"begin", "take_over", "finish"})
 
@@ -51,22 +48,22 @@ class Store:
 
     def __init__(
         self,
-        url: str,
+        server: Server,
         replica_id: str,
         *,
         ttl_s: int,
         empty_ttl_s: int,
         max_items: int,
         max_session_bytes: int,
-        max_connections: int = 64,
-        wait_replicas: int = 0,
     ) -> None:
         self.replica_id = replica_id
+        #: what this replica and the others know of each other.
+        self.replicas = Replicas(server, replica_id)
         self._ttl = ttl_s * 1000
         self._empty_ttl = empty_ttl_s * 1000
         self._max_items = max_items
         self._max_session_bytes = max_session_bytes
-        self._server = Server(url, max_connections=max_connections, wait_replicas=wait_replicas)
+        self._server = server
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
@@ -480,63 +477,6 @@ class Store:
         """
         reply = await self._call(session_id, "hand_over", *self._ttls, self.replica_id, token, new_token, known)
         return bytes(reply[1]) if reply[0] == b"ok" else None
-
-    # --- running answers, over all sessions
-
-    async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
-        """Say that this replica makes, or is about to make, an answer of each of these sessions."""
-        if session_ids:
-            await self._server.run("ZADD", keys.RUNNING, *(x for id in session_ids for x in (now_ms, id)))
-
-    async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
-        """Sessions that may have a running answer whose owner last said so before then."""
-        found = await self._server.run("ZRANGEBYSCORE", keys.RUNNING, "-inf", before_ms, "LIMIT", 0, most)
-        return [member.decode() for member in found]
-
-    async def forget_running(self, session_id: str) -> None:
-        """Nothing runs in this session. Harmless if that has changed meanwhile: an owner says it again."""
-        await self._server.run("ZREM", keys.RUNNING, session_id)
-
-    async def wake(self, session_id: str, now_ms: int) -> None:
-        """Ask another replica that lives to look at a session, whose answer nobody makes."""
-        found = await self._server.run("ZRANGEBYSCORE", keys.REPLICAS, now_ms - LEASE_MS, "+inf")
-        others = [member.decode() for member in found if member.decode() != self.replica_id]
-        if others:
-            await self._server.run("PUBLISH", keys.inbox(random.choice(others)), messages.wake(session_id))
-
-    # --- replicas
-
-    async def renew_lease(self, now_ms: int) -> None:
-        """Say that this replica lives. Raises StoreUnavailable, as a durable call, if too few replicas follow."""
-        await self._server.run_many(
-            ("SET", keys.replica(self.replica_id), now_ms, "PX", LEASE_MS),
-            ("ZADD", keys.REPLICAS, now_ms, self.replica_id),
-            ("ZREMRANGEBYSCORE", keys.REPLICAS, "-inf", now_ms - 60_000),
-            durable=keys.REPLICAS,
-        )
-
-    async def drop_lease(self) -> None:
-        """Say that this replica is gone, so that others need not wait for the lease to run out."""
-        await self._server.run_many(("DEL", keys.replica(self.replica_id)), ("ZREM", keys.REPLICAS, self.replica_id))
-
-    async def forget_replicas(self) -> None:
-        """Every other replica is gone for sure, lease or not: the store is ours alone."""
-        gone = [member.decode() for member in await self._server.run("ZRANGE", keys.REPLICAS, 0, -1)]
-        if gone:
-            await self._server.run_many(
-                *(("DEL", keys.replica(replica_id)) for replica_id in gone), ("ZREM", keys.REPLICAS, *gone)
-            )
-
-    async def is_alive(self, replica_id: str) -> bool:
-        """Whether a replica's lease holds."""
-        return bool(await self._server.run("EXISTS", keys.replica(replica_id)))
-
-    def inbox(self) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Hear what other replicas tell this one, from the moment when the block is entered.
-
-        Raises StoreUnavailable when the subscription breaks.
-        """
-        return self._server.subscribe(keys.inbox(self.replica_id))
 
     # --- private
 

@@ -64,16 +64,6 @@ def _heard(hear: Callable[[logging.LogRecord], None]) -> Iterator[None]:
         logger.level, logger.propagate = before
 
 
-class _Store(Store):
-    """The real one, on the model's server."""
-
-    def __init__(self, server: ModelServer, replica_id: str) -> None:
-        super().__init__(
-            "unix:///nowhere", replica_id, ttl_s=10**6, empty_ttl_s=10**6, max_items=10_000, max_session_bytes=1 << 30
-        )
-        self._server = server
-
-
 class Replica:
     """One server process: all of it that is above the sockets and below the store's connections is the real one."""
 
@@ -85,7 +75,14 @@ class Replica:
         self.link = Link(self.id, self.loop)
         world.network.links[self.id] = self.link
         client = EngineClient(world.engines, self.id)
-        self.store = _Store(ModelServer(world.network, self.link), self.id)
+        self.store = Store(
+            ModelServer(world.network, self.link),
+            self.id,
+            ttl_s=10**6,
+            empty_ttl_s=10**6,
+            max_items=10_000,
+            max_session_bytes=1 << 30,
+        )
         self.fleet = Fleet([EngineAddress(url) for url in URLS], client)
         self.hub = Hub(_SETTINGS, self.store)
         self.committer = Committer(self.store)
@@ -153,7 +150,7 @@ class Replica:
         self._main.cancel()
         await asyncio.wait([self._main])
         with suppress(StoreError):
-            await self.store.drop_lease()
+            await self.store.replicas.drop_lease()
         self.world.trace(f"{self.id} is gone in order")
         self.world.kill(self)
 
