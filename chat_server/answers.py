@@ -90,7 +90,7 @@ class Answers:
         """
         if live.response is None or live.response_token != token:
             # The connections start again; the answer is made all the same.
-            self._hub.drop(live)
+            live.drop()
             self._hub.apply(live, message)
         if not live.loaded:
             change = decode(message)
@@ -143,7 +143,7 @@ class Answers:
             self._release(live, turn)
             if change.next is not None and not live.closed:  # else it is found where the session is open now
                 if not live.loaded:  # nobody here listens: we did not hear what is next
-                    await self._hub.look(live)
+                    await self._hub.load(live)
                 await self._take_over(live, "")
 
         try:
@@ -151,7 +151,7 @@ class Answers:
         except Exception:
             log.exception("A turn failed; its session is read again")
             self._release(live, turn)
-            self._hub.drop(live)
+            live.drop()
         finally:
             if not turn.left:  # else it is being handed over
                 self._release(live, turn)
@@ -175,7 +175,7 @@ class Answers:
         log.warning("Session %s: the store does not take our answer; we leave it", live.id)
         turn.abandon()
         self._release(live, turn)
-        self._hub.drop(live)
+        live.drop()
 
     @staticmethod
     def _release(live: LiveSession, turn: Turn) -> None:
@@ -223,7 +223,7 @@ class Answers:
             log.warning("Session %s: the store had lost changes; it is written again", session_id)
             live = self._hub.find(session_id)
             if live is not None:
-                self._hub.doubt(live)  # that we listen to it may be lost too
+                live.doubted = True  # that we listen to it may be lost too
         return restored
 
     async def _know(self, live: LiveSession) -> int:
@@ -231,7 +231,7 @@ class Answers:
         if not live.loaded:
             [held] = await self._store.held([live.id])
             if held is not None and held.version > live.known:
-                await self._hub.look(live)
+                await self._hub.load(live)
         return live.known
 
     async def write_again(self, live: LiveSession) -> bool:
@@ -336,7 +336,7 @@ class Answers:
             # Without a turn: the store lost its end, or it was begun by a write that we gave up, or follows one that we
             # ended.
             if await self.write_again(live):
-                self._hub.drop(live)
+                live.drop()
             else:
                 await self._take_over(live, "replica_lost")
         else:
@@ -358,7 +358,7 @@ class Answers:
             return
         response.forget_unstored()  # what an earlier owner of ours had under way is stored, or is no more
         if not live.take_text(taken.text):
-            self._hub.drop(live)  # the store lost some: what we told is not what we would go on from
+            live.drop()  # the store lost some: what we told is not what we would go on from
             return
         live.conversation = Conversation(taken.items)
         await self._hub.apply_own(live, taken.message)

@@ -69,7 +69,7 @@ class Commands:
                 try:
                     reply = await self._write(live, lambda _, update=update: update(live.version))  # type: ignore[misc]
                 except StoreBehind:
-                    self._hub.drop(live)  # our version is not the one that the change could follow
+                    live.drop()  # our version is not the one that the change could follow
                     raise StoreUnavailable("The store lost changes of this conversation.") from None
                 if reply != "stale":
                     await self._hub.apply_own(live, _present(None if reply == "gone" else reply))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, assert_never
 
 from chat_server.core import close_codes
@@ -97,21 +99,21 @@ class LiveSession:
         #: the making of the response, if it is made here.
         self.turn: Turn | None = None
         #: messages that came before one that they follow: the answer to a write of ours and what other replicas tell
-        #: come on two ways, and either may be the quicker.
+        #: come on two ways, and either may be the quicker. Since when there are any (monotonic, as all times here).
         self.held: list[AnyChange | Text] = []
         self.held_since = 0.0
         #: its state is being read: all messages are held until it is there.
         self.reading = False
         #: a write of ours was not answered: the store may hold what we do not know.
         self.doubted = False
-        #: when the store was asked last whether it is as we know it, and when something was heard of it (monotonic).
+        #: when the store was asked last whether it is as we know it, and when something was heard of it.
         self.asked_at = 0.0
         self.heard_at = 0.0
         #: what the store held when it was asked last, if that was not what we knew.
         self.behind: Held | None = None
         #: the store did not answer when it was asked last.
         self.away = False
-        #: since when the store is behind what we know (monotonic).
+        #: since when the store is behind what we know.
         self.lost_since: float | None = None
         #: this replica is among its watchers in the store.
         self.watched = False
@@ -170,6 +172,14 @@ class LiveSession:
         self.version = -1
         self.held = []
 
+    def drop(self) -> None:
+        """What we know of it is not what is stored: its clients come back and get what is.
+
+        An answer that is made here goes on; the session is read again when somebody joins.
+        """
+        self.close_connections(close_codes.RESTART, "reconnect to go on")
+        self.unload()
+
     def keep_queued(self, item_id: str | None) -> bool:
         """Forget the queued answer unless it is that of this item. False if one waits that we do not know."""
         if self.queued is not None and self.queued.item_id != item_id:
@@ -215,11 +225,26 @@ class LiveSession:
 
     # --- messages of the store
 
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """While its state is read: what is told meanwhile is applied after it, for it may be newer."""
+        self.held = []
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+            held, self.held = self.held, []
+        for message in held if self.loaded else ():
+            self.take(message)
+
     def take(self, message: AnyChange | Text) -> None:
         """Apply a message, and those that waited for it; one that follows a message not seen yet waits.
 
-        The caller sets the deadline for those in ``held``.
+        The caller sets the deadline for those in ``held``, from ``held_since`` on.
         """
+        self.heard_at, self.away = time.monotonic(), False
+        waited = bool(self.held)
         waiting = [*self.held, message]
         before = len(waiting) + 1
         while waiting and len(waiting) < before and not self.reading:
@@ -233,6 +258,8 @@ class LiveSession:
             waiting = self.held
         self.held = waiting[:_MAX_HELD]
         self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
+        if self.held and not waited:
+            self.held_since = time.monotonic()
 
     def _apply_any(self, message: AnyChange | Text) -> None:
         if not isinstance(message, Text):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -147,6 +147,13 @@ async def connect(hub: Hub, session_id: str) -> tuple[LiveSession, FakeConnectio
     connection = FakeConnection()
     live.connections.add(connection)
     return live, connection
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that comes soon."""
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 #: What may be wrong with one session's data: keys that are not ours, and what a newer replica wrote.

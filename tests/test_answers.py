@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from chat_server.settings import Limits
 from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
 from chat_server.store.replies import Held, Snapshot, TakenOver
-from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
+from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub, until
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 from tests.turns import Script
@@ -250,12 +250,6 @@ async def looking(store: PlayedStore, monkeypatch: pytest.MonkeyPatch) -> AsyncI
         finally:
             task.cancel()
             await asyncio.wait({task})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 ALL = ("a1", "a2", "b1", "c1", "c2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,12 @@ import pytest_asyncio
 import redis.asyncio
 from websockets.exceptions import ConnectionClosed
 
+from chat_server import comparing
 from chat_server import hub as hub_module
 from chat_server.core import close_codes
 from chat_server.engine.simulated import answer_for
 from chat_server.store.replicas import Replicas
-from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
+from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub, until
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
@@ -307,12 +308,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_RETRY_S", 0.002)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("trouble", BROKEN)
 async def test_one_session_that_can_not_be_read_stops_nothing_else(quick: None, trouble: Exception) -> None:
     """Its clients are to come back; the others are compared with the store, and the inbox is heard on."""
@@ -373,7 +368,7 @@ async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monk
         for number in range(1200):
             await connect(hub, f"a{number}")
         assert store.rounds.count([]) == len(store.rounds)
-        monkeypatch.setattr(hub_module, "_ASK_S", -1.0)
+        monkeypatch.setattr(comparing, "_ASK_S", -1.0)
         await until(lambda: len([asked for asked in store.rounds if asked]) > 6)
         rounds = [asked for asked in store.rounds if asked]
         assert {len(asked) for asked in rounds} == {500}
@@ -383,7 +378,7 @@ async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monk
 
 async def test_mirrors_say_that_they_wait_for_the_store(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose server of it is away, or all while nothing is heard; only as long as that is so."""
-    monkeypatch.setattr(hub_module, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(comparing, "_SILENCE_S", 0.0)
     store = PlayedStore()
     async with running_hub(store) as hub:
         said: dict[str, str] = {}

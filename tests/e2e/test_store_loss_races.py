@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from chat_server import answers, hub
+from chat_server import answers, comparing
 from chat_server.answers import Answers
 from chat_server.engine.simulated import answer_for
 from chat_server.settings import Secret
@@ -242,7 +242,7 @@ async def test_a_session_that_is_lost_whole_in_mid_answer_goes_on(tmp_path: Path
 
 async def test_a_session_that_nobody_can_write_again_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while, in which it might have come back: so long, who asks for it is told to try again."""
-    monkeypatch.setattr(hub, "_RESTORE_S", 2.0)
+    monkeypatch.setattr(comparing, "RESTORE_S", 2.0)
     async with (
         two_replicas(tmp_path, simulated=SLOW) as (first, second),
         first.connect() as client,
