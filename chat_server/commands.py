@@ -28,6 +28,7 @@ from chat_server.errors import ClientError, StoreBehind, StoreUnavailable
 from chat_server.hub import Hub, now_ms
 from chat_server.live import Connection, LiveSession
 from chat_server.private import PrivateAnswers
+from chat_server.restoring import Restorer
 from chat_server.settings import Limits
 from chat_server.store.redis import Store
 from chat_server.store.replies import BeginReply, Cut
@@ -52,10 +53,11 @@ class Caller(Connection, Protocol):
 class Commands:
     """Carries client events out. All raise ClientError for what can not be, StoreUnavailable if the store is away."""
 
-    def __init__(self, *, hub: Hub, store: Store, answers: Answers, limits: Limits) -> None:
+    def __init__(self, *, hub: Hub, store: Store, answers: Answers, restorer: Restorer, limits: Limits) -> None:
         self._hub = hub
         self._store = store
         self._answers = answers
+        self._restorer = restorer
         self._limits = limits
 
     async def update(self, live: LiveSession, *, patch: SessionPatch | None = None, model: str | None = None) -> None:
@@ -255,7 +257,7 @@ class Commands:
             try:
                 return await write(live.known)
             except StoreBehind:
-                if not await self._answers.write_again(live):
+                if not await self._restorer.write_again(live):
                     await asyncio.sleep(_UPDATE_WAIT_S)
         return await write(-1)
 

@@ -1,4 +1,4 @@
-"""One replica's hub without a server: what it asks of the store is answered by the test."""
+"""One replica's hub and answers without a server: what they ask of the store is answered by the test."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from chat_server.answers import Answers
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import LOCAL
 from chat_server.errors import StoreError, StoreUnavailable
 from chat_server.hub import Hub
 from chat_server.live import LiveSession
+from chat_server.restoring import Restorer
 from chat_server.settings import Settings
+from chat_server.store.committer import Writer
 from chat_server.store.replies import Held, RunningState, SessionState
 from tests.core.answers import begun
 from tests.test_live import FakeConnection
+from tests.turns import Script
 
 AWAY = StoreUnavailable("away")
 
@@ -126,6 +130,39 @@ class PlayedStore:
         return [None if session_id in self.troubles else -1 for session_id in session_ids]
 
 
+class PlayedCommitter:
+    """Notes what it is asked for; of ``stuck`` sessions commits are under way for ever."""
+
+    def __init__(self) -> None:
+        self.stuck: set[str] = set()
+        self.lost: list[Writer] = []
+        self.stored_again: list[Writer] = []
+
+    async def settle(self, writer: Writer) -> None:
+        while writer.session_id in self.stuck:
+            await asyncio.sleep(0.001)
+
+    async def store_rest(self, writer: Writer) -> bool:
+        return True
+
+    async def store_again(self, writer: Writer) -> None:
+        self.stored_again.append(writer)
+
+    def lose(self, writer: Writer) -> None:
+        self.lost.append(writer)
+
+
+def restorer_of(hub: Hub, store: PlayedStore, committer: PlayedCommitter) -> Restorer:
+    parts = cast("Any", {"store": store, "committer": committer})
+    return Restorer(hub=hub, **parts)
+
+
+def answers_of(hub: Hub, store: PlayedStore, committer: PlayedCommitter, restorer: Restorer | None = None) -> Answers:
+    """Answers that are never made: nothing conducts them."""
+    parts = cast("Any", {"store": store, "committer": committer, "conductor": None})
+    return Answers(hub=hub, restorer=restorer or restorer_of(hub, store, committer), **parts)
+
+
 @asynccontextmanager
 async def running_hub(store: PlayedStore) -> AsyncIterator[Hub]:
     """A hub at work; whatever happens meanwhile, it must still be so at the end."""
@@ -149,6 +186,17 @@ async def connect(hub: Hub, session_id: str) -> tuple[LiveSession, FakeConnectio
     return live, connection
 
 
+async def make_here(hub: Hub, session_id: str) -> LiveSession:
+    """A session whose answer is made here."""
+    live, _ = await connect(hub, session_id)
+    turn = Script().turn()
+    turn.writer.session_id = session_id
+    monkey = cast("Any", turn)
+    monkey.leave = lambda: True
+    live.turn = turn
+    return live
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for something that comes soon."""
     async with asyncio.timeout(5):
@@ -156,5 +204,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+#: Sessions on three servers.
+ALL = ("a1", "a2", "b1", "c1", "c2")
 #: What may be wrong with one session's data: keys that are not ours, and what a newer replica wrote.
 BROKEN = [StoreError("The store refused a command: WRONGTYPE"), ValueError("no such kind"), KeyError("kind")]
