@@ -84,7 +84,7 @@ class Answers:
             token=token,
             response=response,
             # What was told when somebody stops the answer is the last of it: the text is cut there.
-            on_stored=lambda: None if turn.stopped else live.pump(),
+            on_stored=lambda: None if turn.stopped else live.connections.pump(),
             on_wish=lambda: turn.stop(None),
             on_refused=lambda reply: self._restorer.refused(live, turn, reply),
             on_lost=lambda: self._lost(live, turn),

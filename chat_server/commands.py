@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from msgspec import UNSET, UnsetType
 
 from chat_server.answers import Answers
+from chat_server.connections import Connection
 from chat_server.core import session
 from chat_server.core.client_events import (
     ItemCreate,
@@ -26,7 +27,7 @@ from chat_server.core.response import Begun, Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
 from chat_server.errors import ClientError, StoreBehind, StoreUnavailable
 from chat_server.hub import Hub, now_ms
-from chat_server.live import Connection, LiveSession
+from chat_server.live import LiveSession
 from chat_server.private import PrivateAnswers
 from chat_server.restoring import Restorer
 from chat_server.settings import Limits

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from chat_server import comparing, joining
+from chat_server.connections import Connection
 from chat_server.core import close_codes
 from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
@@ -22,7 +23,7 @@ from chat_server.core.principal import Principal
 from chat_server.core.response import ResumePoint
 from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.lease import Lease
-from chat_server.live import Connection, LiveSession
+from chat_server.live import LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
 from chat_server.store.messages import AnyChange, Cancel, Change, Text, Wake
@@ -318,7 +319,7 @@ class Hub:
         if not self.ready:
             if not self.lease.holds and now - self.lease.lost_at > _AWAY_S:
                 for live in self.sessions:
-                    live.close_connections(close_codes.OVERLOADED, "the store is away")
+                    live.connections.close(close_codes.OVERLOADED, "the store is away")
             return
         await self._compare_doubted()
         await comparing.ask(self._store, comparing.due(self.sessions, now))

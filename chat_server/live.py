@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, assert_never
+from typing import assert_never
 
+from chat_server.connections import Connection, Connections
 from chat_server.core import close_codes
-from chat_server.core.client_events import Flush
 from chat_server.core.conversation import Conversation
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
@@ -27,13 +27,11 @@ from chat_server.core.server_events import (
     ItemTruncated,
     ResponseMigrated,
     ResponseQueued,
-    ServerEvent,
     SessionCreated,
     SessionObject,
     SessionUpdated,
     encode,
 )
-from chat_server.edge.outbox import Outbox
 from chat_server.store import messages
 from chat_server.store.messages import (
     AnyChange,
@@ -61,22 +59,13 @@ class Gap(Exception):
     """A message is missing: what we know of the session is not what the store holds."""
 
 
-class Connection(Protocol):
-    """One WebSocket, as the session sees it (``edge/realtime.py``)."""
-
-    outbox: Outbox
-    flush: Flush
-
-    def close(self, code: int, reason: str) -> None: ...
-
-
 class LiveSession:
     """One session on this replica. ``lock`` keeps this replica's writes to it in their order."""
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
         self.lock = asyncio.Lock()
-        self.connections: set[Connection] = set()
+        self.connections = Connections()
         #: how many have it open: connections, also those that are about to join, and who looks after an answer.
         self.guests = 0
         self.owner: Principal
@@ -177,7 +166,7 @@ class LiveSession:
 
         An answer that is made here goes on; the session is read again when somebody joins.
         """
-        self.close_connections(close_codes.RESTART, "reconnect to go on")
+        self.connections.close(close_codes.RESTART, "reconnect to go on")
         self.unload()
 
     def keep_queued(self, item_id: str | None) -> bool:
@@ -216,7 +205,7 @@ class LiveSession:
             return False
         rest = text[response.length :]
         self._stored(response, rest, len(rest.encode()))
-        self.pump()
+        self.connections.pump()
         return True
 
     @property
@@ -280,16 +269,16 @@ class LiveSession:
         match change:
             case ItemPut():
                 self.item_count += 1
-                self._tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
-                self._tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
+                self.connections.tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
+                self.connections.tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
             case ItemGone():
                 self._gone(change.item_id, change.previous)
-                self._tell(encode(ItemDeleted(item_id=change.item_id)))
+                self.connections.tell(encode(ItemDeleted(item_id=change.item_id)))
             case messages.ItemTruncated():
-                self._tell(encode(ItemTruncated(item_id=change.item.id, text_end=change.text_end)))
+                self.connections.tell(encode(ItemTruncated(item_id=change.item.id, text_end=change.text_end)))
             case SettingsChanged():
                 self.model, self.settings = change.model, change.settings
-                self._each(lambda connection: connection.outbox.push(SessionUpdated(session=self.object(connection))))
+                self.connections.each(self._tell_settings)
             case ResponseBegan():
                 self._begin(change)
             case ResponseMoved():
@@ -297,7 +286,7 @@ class LiveSession:
             case ResponseEnded():
                 self._end(change)
             case SessionDeleted():
-                self.close_connections(close_codes.DONE, "the conversation was deleted")
+                self.connections.close(close_codes.DONE, "the conversation was deleted")
                 if self.turn is not None:
                     self.turn.lose()
             case _:
@@ -307,6 +296,9 @@ class LiveSession:
         elif change.before == self.known:
             self.known = change.version
 
+    def _tell_settings(self, connection: Connection) -> None:
+        connection.outbox.push(SessionUpdated(session=self.object(connection)))
+
     def _begin(self, change: ResponseBegan) -> None:
         self.item_count += 1
         response = Response(change.begun, previous_item_id=change.previous)
@@ -315,9 +307,9 @@ class LiveSession:
         else:
             self.response = response
             self.response_owner, self.response_token = change.begun.replica, change.token
-        self._each(lambda connection: connection.outbox.begin(response))
+        self.connections.each(lambda connection: connection.outbox.begin(response))
         if change.queued:
-            self.tell_extended(ResponseQueued(response_id=response.id, position=1))
+            self.connections.tell_extended(ResponseQueued(response_id=response.id, position=1))
 
     def _move(self, change: ResponseMoved) -> None:
         response = self.response
@@ -331,7 +323,7 @@ class LiveSession:
         if self.turn is not None and change.token != self.turn.writer.token:
             self.turn.lose()
         if change.reason:
-            self.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
+            self.connections.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
 
     def apply_text(self, message: Text) -> None:
         """Text of an answer that another replica makes was stored. Raises Gap if some before it is missing."""
@@ -344,7 +336,7 @@ class LiveSession:
         if message.epoch != response.epoch:
             raise Gap  # another owner wrote it
         self._stored(response, rest, len(rest.encode()) if len(rest) < len(message.text) else message.size)
-        self.pump()
+        self.connections.pump()
 
     def _end(self, change: ResponseEnded) -> None:
         in_queue = self.queued is not None and self.queued.id == change.response
@@ -369,7 +361,7 @@ class LiveSession:
             self._start_next(starts)
         if not change.outcome.keeps_item:
             self._gone(response.item_id, response.previous_item_id)
-        self._each(lambda connection: connection.outbox.end(response))
+        self.connections.each(lambda connection: connection.outbox.end(response))
 
     def _start_next(self, starts: Next | None) -> None:
         """The queued response, if there is one (and we heard of it), is the running one now."""
@@ -394,19 +386,7 @@ class LiveSession:
         response.move(State.STREAMING)
         response.on_stored(text, size)
 
-    # --- telling
-
-    def pump(self) -> None:
-        """More may be told: to whoever takes it."""
-        self._each(lambda connection: connection.outbox.pump())
-
-    def _tell(self, frame: bytes) -> None:
-        self._each(lambda connection: connection.outbox.push(frame))
-
-    def tell_extended(self, event: ServerEvent) -> None:
-        """Tell those connections that asked for events which the API does not have."""
-        frame = encode(event)
-        self._each(lambda connection: connection.outbox.push(frame) if connection.outbox.extensions else None)
+    # --- what it looks like
 
     def tick(self, now: float, now_ms: int, *, store_away: bool) -> None:
         """Time passes: see ``Outbox.tick``. ``store_away``: nothing is heard of what others write."""
@@ -418,24 +398,7 @@ class LiveSession:
         else:
             state = response.heartbeat_state
         response_id = response.id if response is not None else None
-        self._each(lambda connection: connection.outbox.tick(now, now_ms, state, response_id))
-
-    def _each(self, tell: Callable[[Connection], None]) -> None:
-        """Tell each connection something; one that fails is closed, and the others are told all the same."""
-        for connection in list(self.connections):
-            try:
-                tell(connection)
-            except Exception:
-                log.exception("A connection failed while it was told something; it is closed")
-                connection.close(close_codes.FAULT, "fault in the server")
-
-    def close_connections(self, code: int, reason: str) -> None:
-        """Close all of this replica's connections to the session."""
-        for connection in list(self.connections):
-            connection.outbox.close()
-            connection.close(code, reason)
-
-    # --- what it looks like
+        self.connections.each(lambda connection: connection.outbox.tick(now, now_ms, state, response_id))
 
     def object(self, connection: Connection) -> SessionObject:
         """The session as one connection sees it (``flush`` is the connection's own)."""

@@ -130,7 +130,7 @@ class Replica:
         except TimeoutError:
             pass
         for live in self.hub.sessions:
-            live.close_connections(close_codes.RESTART, "this replica goes away")
+            live.connections.close(close_codes.RESTART, "this replica goes away")
         if self.connections:
             await asyncio.wait(self.connections, timeout=5.0)
         for connection in self.connections:
