@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -34,9 +35,12 @@ from chat_server.engine.fleet import Fleet
 from chat_server.engine.vllm import VllmClient, open_http
 from chat_server.errors import ClientError, StartError, StoreError, StoreUnavailable
 from chat_server.hub import Hub
+from chat_server.restoring import Restorer
 from chat_server.settings import EngineAddress, Settings
 from chat_server.store.committer import Committer
 from chat_server.store.redis import Store
+from chat_server.store.server import Server
+from chat_server.supervisor import Supervisor
 from chat_server.turn import Conductor
 
 log = logging.getLogger(__name__)
@@ -68,55 +72,64 @@ async def run_app(
     api_key = settings.engine_api_key.reveal() if settings.engine_api_key else None
     async with open_http() as http, _open_store(settings, redis_url) as store:
         client = VllmClient(http, api_key)
-        fleet = Fleet(engines, client)
-        hub = Hub(settings, store)
-        committer = Committer(store)
-        conductor = Conductor(store=store, committer=committer, fleet=fleet, client=client, limits=settings.limits)
-        answers = Answers(hub=hub, store=store, committer=committer, conductor=conductor, limits=settings.limits)
-        commands = Commands(hub=hub, store=store, answers=answers, limits=settings.limits)
-        local = not (settings.engines or settings.simulate)
-        loading = await asyncio.to_thread(settings.model_name) if local else None
-        gate = Gate(settings, Keys(settings.api_keys), fleet, hub, loading_model=loading)
-        app = _routes(
-            settings,
-            Realtime(settings, gate, hub, commands, conductor),
-            Sessions(gate, hub, commands),
-            Http(settings, gate, hub, fleet, startup),
-        )
-        server = Server(_uvicorn_config(settings, app), sockets)
-
-        async def ready() -> None:
-            await fleet.wait_healthy(None, None)
-            await hub.wait_ready()
+        replica = Replica(settings, store, Fleet(engines, client), client)
+        gate = await _open_gate(settings, replica)
+        server = WebServer(_uvicorn_config(settings, _routes(settings, gate, replica, startup)), sockets)
 
         async def announce() -> None:
             on_listening(_url(settings, await server.address()))
-            await ready()
+            await replica.wait_ready()
             on_ready()
 
         async def leave() -> None:
             if stop is not None:
                 await stop.wait()
                 gate.closed = True
-                await drain(hub, answers.hand_over, grace_s=settings.drain_grace_s)
+                await drain(replica.hub, replica.answers.hand_over, grace_s=settings.drain_grace_s)
                 server.should_exit = True
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                works = (fleet.run(), committer.run(), hub.run(), answers.run(), announce(), leave())
-                background = [tasks.create_task(work) for work in works]
+                background = [tasks.create_task(work) for work in (*replica.works(), announce(), leave())]
                 if sockets:  # connections can wait in them for a while: longer than engines that run take to be seen
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(ready(), _READY_S)
+                        await asyncio.wait_for(replica.wait_ready(), _READY_S)
                 await server.run_until_told()
                 for task in background:
                     task.cancel()
         finally:
             with contextlib.suppress(StoreError, TimeoutError):  # it would run out by itself
-                await asyncio.wait_for(store.drop_lease(), _LEASE_S)
+                await asyncio.wait_for(store.replicas.drop_lease(), _LEASE_S)
 
 
-class Server(uvicorn.Server):
+class Replica:
+    """All of a server between the store and the engines on one side, and the sockets on the other.
+
+    ``works`` must be running.
+    """
+
+    def __init__(self, settings: Settings, store: Store, fleet: Fleet, client: VllmClient) -> None:
+        limits = settings.limits
+        self.fleet = fleet
+        self.hub = hub = Hub(settings, store)
+        self._committer = committer = Committer(store)
+        self.conductor = Conductor(store=store, committer=committer, fleet=fleet, client=client, limits=limits)
+        restorer = Restorer(hub=hub, store=store, committer=committer)
+        self.answers = Answers(hub=hub, store=store, committer=committer, restorer=restorer, conductor=self.conductor)
+        self._supervisor = Supervisor(hub=hub, store=store, answers=self.answers, restorer=restorer, limits=limits)
+        self.commands = Commands(hub=hub, store=store, answers=self.answers, restorer=restorer, limits=limits)
+
+    def works(self) -> list[Coroutine[Any, Any, None]]:
+        """What goes on until it is cancelled."""
+        return [self.fleet.run(), self._committer.run(), self.hub.run(), self._supervisor.run()]
+
+    async def wait_ready(self) -> None:
+        """Until the store is up and an engine is healthy, for the first time. The caller sets the deadline."""
+        await self.fleet.wait_healthy(None, None)
+        await self.hub.wait_ready()
+
+
+class WebServer(uvicorn.Server):
     """uvicorn's server, which says where it listens, and minds no signals, but ``should_exit`` and its task's end."""
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> None:
@@ -154,13 +167,12 @@ class Server(uvicorn.Server):
 @asynccontextmanager
 async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store]:
     store = Store(
-        redis_url,
+        Server(redis_url, wait_replicas=settings.redis_wait_replicas),
         new_id("replica"),
         ttl_s=settings.session_ttl_s,
         empty_ttl_s=settings.empty_session_ttl_s,
         max_items=settings.limits.max_items,
         max_session_bytes=settings.limits.max_session_bytes,
-        wait_replicas=settings.redis_wait_replicas,
     )
     try:
         try:
@@ -172,7 +184,16 @@ async def _open_store(settings: Settings, redis_url: str) -> AsyncIterator[Store
         await store.close()
 
 
-def _routes(settings: Settings, realtime: Realtime, sessions: Sessions, http: Http) -> Starlette:
+async def _open_gate(settings: Settings, replica: Replica) -> Gate:
+    local = not (settings.engines or settings.simulate)
+    loading = await asyncio.to_thread(settings.model_name) if local else None
+    return Gate(settings, Keys(settings.api_keys), replica.fleet, replica.hub, loading_model=loading)
+
+
+def _routes(settings: Settings, gate: Gate, replica: Replica, startup: Callable[[], dict[str, str]]) -> Starlette:
+    realtime = Realtime(settings, gate, replica.hub, replica.commands, replica.conductor)
+    sessions = Sessions(gate, replica.hub, replica.commands)
+    http = Http(settings, gate, replica.hub, replica.fleet, startup)
     return Starlette(
         routes=[
             WebSocketRoute("/v1/realtime", realtime.serve),

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from msgspec import UNSET, UnsetType
 
 from chat_server.answers import Answers
+from chat_server.connections import Connection
 from chat_server.core import session
 from chat_server.core.client_events import (
     ItemCreate,
@@ -26,8 +27,9 @@ from chat_server.core.response import Begun, Response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
 from chat_server.errors import ClientError, StoreBehind, StoreUnavailable
 from chat_server.hub import Hub, now_ms
-from chat_server.live import Connection, LiveSession
+from chat_server.live import LiveSession
 from chat_server.private import PrivateAnswers
+from chat_server.restoring import Restorer
 from chat_server.settings import Limits
 from chat_server.store.redis import Store
 from chat_server.store.replies import BeginReply, Cut
@@ -52,10 +54,11 @@ class Caller(Connection, Protocol):
 class Commands:
     """Carries client events out. All raise ClientError for what can not be, StoreUnavailable if the store is away."""
 
-    def __init__(self, *, hub: Hub, store: Store, answers: Answers, limits: Limits) -> None:
+    def __init__(self, *, hub: Hub, store: Store, answers: Answers, restorer: Restorer, limits: Limits) -> None:
         self._hub = hub
         self._store = store
         self._answers = answers
+        self._restorer = restorer
         self._limits = limits
 
     async def update(self, live: LiveSession, *, patch: SessionPatch | None = None, model: str | None = None) -> None:
@@ -69,7 +72,7 @@ class Commands:
                 try:
                     reply = await self._write(live, lambda _, update=update: update(live.version))  # type: ignore[misc]
                 except StoreBehind:
-                    self._hub.drop(live)  # our version is not the one that the change could follow
+                    live.drop()  # our version is not the one that the change could follow
                     raise StoreUnavailable("The store lost changes of this conversation.") from None
                 if reply != "stale":
                     await self._hub.apply_own(live, _present(None if reply == "gone" else reply))
@@ -101,7 +104,7 @@ class Commands:
                 case "ok":
                     await self._hub.apply_own(live, added.message)
                 case "duplicate":
-                    self._hub.doubt(live)  # it may be a write of ours whose answer was lost
+                    live.doubted = True  # it may be a write of ours whose answer was lost
                     for kind in (ItemAdded, ItemDone):
                         connection.outbox.push(kind(previous_item_id=added.previous, item=item, duplicate=True))
                 case "conflict":
@@ -178,7 +181,7 @@ class Commands:
             connection.private.start(live.id, live.owner, begun, items)
             return
         token = new_id("token")
-        await self._store.confirm_running([live.id], now_ms())
+        await self._store.replicas.confirm_running([live.id], now_ms())
         async with live.lock:
             begun = self._begun(live, event, params, asked)
             running = live.response
@@ -242,7 +245,7 @@ class Commands:
                 live.turn.lose()  # its end is stored, but we were not told so: whoever listens here reads it again
             live.conversation = Conversation(reply.items)
         if reply.kind == "queued" and not reply.messages:
-            self._hub.doubt(live)  # it has its place from a write of ours whose answer was lost
+            live.doubted = True  # it has its place from a write of ours whose answer was lost
         for message in reply.messages:
             await self._hub.apply_own(live, message)
         if reply.kind == "queued":
@@ -258,7 +261,7 @@ class Commands:
             try:
                 return await write(live.known)
             except StoreBehind:
-                if not await self._answers.write_again(live):
+                if not await self._restorer.write_again(live):
                     await asyncio.sleep(_UPDATE_WAIT_S)
         return await write(-1)
 

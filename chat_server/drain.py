@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from chat_server.connections import Connection
 from chat_server.core import close_codes
 from chat_server.core.server_events import ServerDraining
-from chat_server.live import Connection
 
 log = logging.getLogger(__name__)
 

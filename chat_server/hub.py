@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from chat_server import joining
+from chat_server import comparing, joining
+from chat_server.connections import Connection
 from chat_server.core import close_codes
 from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
@@ -24,12 +23,12 @@ from chat_server.core.principal import Principal
 from chat_server.core.response import ResumePoint
 from chat_server.errors import ClientError, StoreError, StoreUnavailable
 from chat_server.lease import Lease
-from chat_server.live import Connection, Gap, LiveSession
+from chat_server.live import LiveSession
 from chat_server.settings import Settings
 from chat_server.store import messages
-from chat_server.store.messages import AnyChange, Cancel, Change, ResponseEnded, Text, Wake
+from chat_server.store.messages import AnyChange, Cancel, Change, Text, Wake
 from chat_server.store.redis import Store
-from chat_server.store.replies import Cut, Held, SessionState
+from chat_server.store.replies import Cut
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +40,8 @@ _JOIN_S = 3.0
 _LOOK_S = 0.005
 #: seconds after which a message that waits for another one is a reason to look at the store.
 _HELD_S = 0.3
-#: seconds between questions whether a session is as we know it, and after which silence of a running answer that
-#: another replica makes is a reason to ask.
-_ASK_S = 15.0
-_SILENCE_S = 2.0
-#: sessions whose state is asked for in one round trip, once in a tick: a thousand make others wait for milliseconds.
-_MOST_ASKED_OF = 500
 #: seconds without the store after which connections are closed: their clients try another replica.
 _AWAY_S = 30.0
-#: seconds in which the owner of an answer writes again what the store lost.
-_RESTORE_S = 4.0
 #: sessions that others ask us to look at; what is left out is found all the same, later.
 _MOST_ASKED = 10_000
 
@@ -60,7 +51,7 @@ class Hub:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         # The embedded store has one replica at a time.
-        self.lease = Lease(store, alone=settings.redis_url is None and settings.workers == 1)
+        self.lease = Lease(store.replicas, alone=settings.redis_url is None and settings.workers == 1)
         self._settings = settings
         self._store = store
         self._sessions: dict[str, LiveSession] = {}
@@ -135,7 +126,7 @@ class Hub:
                     continue
                 try:
                     if not live.loaded:
-                        await self._load(live)
+                        await self.load(live)
                     if principal is not None and live.owner != principal:
                         raise joining.no_session(session_id)
                 except BaseException:
@@ -144,8 +135,9 @@ class Hub:
                 live.guests += 1
                 return live
 
-    async def _load(self, live: LiveSession) -> None:
-        async with self._reading(live):
+    async def load(self, live: LiveSession) -> None:
+        """Read a session, and listen to it from now on. Holds the session's lock. Raises ClientError 404."""
+        with live.being_read():
             state = await self._store.watch(live.id)
             if state is None:
                 if await self._may_come_back(live):
@@ -164,25 +156,8 @@ class Hub:
 
     async def _may_come_back(self, live: LiveSession) -> bool:
         """Whether a session that is not in the store may be one that it lost, and that somebody writes again."""
-        troubled = live.turn is not None or time.monotonic() - self.lease.trouble_at < _RESTORE_S
+        troubled = live.turn is not None or time.monotonic() - self.lease.trouble_at < comparing.RESTORE_S
         return troubled and not await self._store.was_deleted(live.id)
-
-    async def look(self, live: LiveSession) -> None:
-        """Read a session whose answer is made here and that nobody here listens to. Holds the session's lock."""
-        await self._load(live)
-
-    @asynccontextmanager
-    async def _reading(self, live: LiveSession) -> AsyncIterator[None]:
-        """While its state is read: what is told meanwhile is applied after it, for it may be newer."""
-        live.held = []
-        live.reading = True
-        try:
-            yield
-        finally:
-            live.reading = False
-            held, live.held = live.held, []
-        for message in held if live.loaded else ():
-            self._take(live, message)
 
     async def join(
         self,
@@ -196,9 +171,9 @@ class Hub:
         """Give a connection the state, and everything after it: see ``joining.join``."""
         async with live.lock:
             if live.doubted:  # what it missed would look as if the client had more than there is
-                await self._read_missed(live)
+                await comparing.read_missed(self._store, live)
             if not live.loaded:  # it was dropped since it was opened
-                await self._load(live)
+                await self.load(live)
             await joining.join(self._store, live, connection, resumed=resumed, history=history, held=held)
 
     def leave(self, live: LiveSession, connection: Connection) -> None:
@@ -234,29 +209,14 @@ class Hub:
             if live.closed and self._sessions.get(live.id) is live:
                 del self._sessions[live.id]
 
-    def drop(self, live: LiveSession) -> None:
-        """What we know of a session is not what is stored: its clients come back and get what is.
-
-        An answer that is made here goes on; the session is read again when somebody joins.
-        """
-        live.close_connections(close_codes.RESTART, "reconnect to go on")
-        live.unload()
-
     # --- messages of the store
 
     def apply(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered or another replica told."""
         decoded = messages.decode(message)
         assert not isinstance(decoded, Cancel | Wake), "it is no news of the session"
-        self._take(live, decoded)
+        live.take(decoded)
         return decoded
-
-    def _take(self, live: LiveSession, message: AnyChange | Text) -> None:
-        held = bool(live.held)
-        live.heard_at, live.away = time.monotonic(), False
-        live.take(message)
-        if live.held and not held:
-            live.held_since = time.monotonic()
 
     async def apply_own(self, live: LiveSession, message: bytes) -> AnyChange | Text:
         """Apply what the store answered to our own write. Holds the session's lock.
@@ -270,18 +230,14 @@ class Hub:
                 return change
             await asyncio.sleep(_LOOK_S)
         with contextlib.suppress(StoreUnavailable):
-            await self._read_missed(live)
+            await comparing.read_missed(self._store, live)
         if live.loaded and isinstance(change, Change) and live.version < change.version:
             self._lost_one(live)
         return change
 
     def _lost_one(self, live: LiveSession) -> None:
         log.info("Session %s: a message is missing; its connections start again", live.id)
-        self.drop(live)
-
-    def doubt(self, live: LiveSession) -> None:
-        """The session is compared with the store soon: a write was not answered, but may have been done."""
-        live.doubted = True
+        live.drop()
 
     def _hear(self, raw: bytes) -> None:
         try:
@@ -299,19 +255,19 @@ class Hub:
                 live.stop(message.response, Cut(message.cut))
         elif live is not None and (live.loaded or live.reading):
             try:
-                self._take(live, message)
+                live.take(message)
                 if live.response is not None and not live.response_owner:
                     self.look_now.set()
             except Exception:
                 log.exception("Session %s: a message could not be applied; its connections start again", live.id)
-                self.drop(live)
+                live.drop()
 
     async def _listen(self) -> None:
         """Hear what other replicas tell, until cancelled."""
         heard_before = False
         while True:
             try:
-                async with self._store.inbox() as inbox:
+                async with self._store.replicas.inbox() as inbox:
                     self._listening = True
                     self._note_ready()
                     if heard_before:
@@ -345,55 +301,10 @@ class Hub:
         async def compare(session_id: str) -> None:
             live = doubted[session_id]
             async with live.lock:
-                await self._read_missed(live)
+                await comparing.read_missed(self._store, live)
 
         doubted = {live.id: live for live in self.sessions if live.doubted}
         await self.each(doubted, compare)
-
-    async def _read_missed(self, live: LiveSession) -> None:
-        """Watch a session again, and tell what was missed; drop it if that can not be told. Holds the lock."""
-        live.doubted = False
-        if live.closed or not live.loaded:
-            return
-        try:
-            async with self._reading(live):
-                state = await self._store.watch(live.id, changes=True)
-                if state is None:
-                    keep = not await self._store.was_deleted(live.id) and self._await_restored(live)
-                    live.doubted = keep  # it is to be watched again too
-                else:
-                    keep = await self._catch_up(live, state)
-                if not keep:
-                    self.drop(live)
-        except StoreUnavailable:
-            live.doubted = True
-            raise
-
-    async def _catch_up(self, live: LiveSession, state: SessionState) -> bool:
-        """Tell what was missed; False if that can not be told any more."""
-        if state.version < live.version:
-            return self._await_restored(live)
-        live.lost_since = None
-        try:
-            for raw in state.changes:
-                change = messages.decode(raw)
-                assert isinstance(change, Change), "text is not kept among the changes"
-                if isinstance(change, ResponseEnded) and live.lacks(change):
-                    item = await self._store.get_item(live.id, live.response.item_id if live.response else "")
-                    if item is None or not live.take_text(item.text[: change.offset]):
-                        return False
-                live.apply(change)
-        except Gap:
-            return False
-        return live.catch_up(state)
-
-    @staticmethod
-    def _await_restored(live: LiveSession) -> bool:
-        """The store lost changes: who makes the answer, or made the last one, writes them again. False: nobody did."""
-        now = time.monotonic()
-        live.lost_since = live.lost_since or now
-        live.doubted = live.turn is None and now - live.lost_since < _RESTORE_S
-        return live.doubted or live.turn is not None
 
     # --- messages that never came
 
@@ -408,29 +319,10 @@ class Hub:
         if not self.ready:
             if not self.lease.holds and now - self.lease.lost_at > _AWAY_S:
                 for live in self.sessions:
-                    live.close_connections(close_codes.OVERLOADED, "the store is away")
+                    live.connections.close(close_codes.OVERLOADED, "the store is away")
             return
         await self._compare_doubted()
-        due = [live for live in self.sessions if live.watched and live.loaded and _is_due(live, now)]
-        # Those that wait longest; after an outage all are due at once.
-        await self._ask(heapq.nsmallest(_MOST_ASKED_OF, due, key=lambda live: live.asked_at))
-
-    async def _ask(self, sessions: list[LiveSession]) -> None:
-        """Ask for the state of many sessions at once; one that is still another one at the next look is compared.
-
-        This also says that we are still among their watchers.
-        """
-        known = [_known(live) for live in sessions]
-        held = await self._store.renew_watch([live.id for live in sessions])
-        for live, knew, holds in zip(sessions, known, held, strict=True):
-            live.asked_at = time.monotonic()
-            live.away = holds is None
-            if holds is None:
-                continue
-            # At the first look a difference may be a message that is on its way.
-            if live.behind is not None and (_known(live) < live.behind or holds < knew):
-                live.doubted = True
-            live.behind = holds if holds != knew else None
+        await comparing.ask(self._store, comparing.due(self.sessions, now))
 
     # --- what goes on by itself
 
@@ -455,7 +347,7 @@ class Hub:
                     log.exception("Session %s: it could not be looked after", session_id)
                     live = self._sessions.get(session_id)
                     if live is not None:
-                        self.drop(live)
+                        live.drop()
 
         await asyncio.gather(*(go_through(part) for part in shards.values()))
 
@@ -526,20 +418,6 @@ class Hub:
             "connections": sum(len(live.connections) for live in lives),
             "responses": sum(live.turn is not None for live in lives),
         }
-
-
-def _known(live: LiveSession) -> Held:
-    """What we know of a session, as the store would say it."""
-    response = live.response
-    return Held(live.version, 0 if response is None else response.byte_length)
-
-
-def _is_due(live: LiveSession, now: float) -> bool:
-    """Whether it is time to ask the store for a session's state."""
-    if live.behind is not None or now - live.asked_at > _ASK_S:
-        return True
-    mirrors = live.response is not None and live.turn is None
-    return mirrors and now - max(live.asked_at, live.heard_at) > _SILENCE_S
 
 
 def now_ms() -> int:

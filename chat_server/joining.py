@@ -9,11 +9,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
+from chat_server.connections import Connection
 from chat_server.core.items import Item
 from chat_server.core.response import Response, ResumePoint
 from chat_server.core.server_events import ItemAdded, ItemDone, encode
 from chat_server.errors import ClientError
-from chat_server.live import Connection, Gap, LiveSession
+from chat_server.live import Gap, LiveSession
 from chat_server.store.redis import Store
 
 #: seconds to wait for messages that the store has told but that have not arrived, and between two looks.

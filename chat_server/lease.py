@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chat_server.errors import StoreError
-from chat_server.store.redis import LEASE_MS, Store
+from chat_server.store.replicas import LEASE_MS, Replicas
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ _SLOW_S = 0.5
 class Lease:
     """This replica's lease. ``renew`` must be called about once a second."""
 
-    def __init__(self, store: Store, *, alone: bool) -> None:
+    def __init__(self, replicas: Replicas, *, alone: bool) -> None:
         """``alone``: no other replica can be at work, so none is given time to come back."""
-        self._store = store
+        self._replicas = replicas
         #: whether the store has it.
         self.holds = False
         #: since when it has not (monotonic).
@@ -46,7 +46,7 @@ class Lease:
         held = self.holds
         try:
             async with self._timed():
-                await self._store.renew_lease(now_ms)
+                await self._replicas.renew_lease(now_ms)
         except StoreError as error:
             if held:
                 self.lost_at = time.monotonic()
@@ -63,7 +63,7 @@ class Lease:
         Raises StoreError: a lease that can not be read is not gone.
         """
         async with self._timed():
-            alive = await self._store.is_alive(replica_id)
+            alive = await self._replicas.is_alive(replica_id)
         return alive or time.monotonic() - max(self.trouble_at, self._began_at) < _GRACE_S
 
     @asynccontextmanager

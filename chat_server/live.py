@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol, assert_never
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import assert_never
 
+from chat_server.connections import Connection, Connections
 from chat_server.core import close_codes
-from chat_server.core.client_events import Flush
 from chat_server.core.conversation import Conversation
 from chat_server.core.items import SessionSettings
 from chat_server.core.principal import Principal
@@ -25,13 +27,11 @@ from chat_server.core.server_events import (
     ItemTruncated,
     ResponseMigrated,
     ResponseQueued,
-    ServerEvent,
     SessionCreated,
     SessionObject,
     SessionUpdated,
     encode,
 )
-from chat_server.edge.outbox import Outbox
 from chat_server.store import messages
 from chat_server.store.messages import (
     AnyChange,
@@ -59,22 +59,13 @@ class Gap(Exception):
     """A message is missing: what we know of the session is not what the store holds."""
 
 
-class Connection(Protocol):
-    """One WebSocket, as the session sees it (``edge/realtime.py``)."""
-
-    outbox: Outbox
-    flush: Flush
-
-    def close(self, code: int, reason: str) -> None: ...
-
-
 class LiveSession:
     """One session on this replica. ``lock`` keeps this replica's writes to it in their order."""
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
         self.lock = asyncio.Lock()
-        self.connections: set[Connection] = set()
+        self.connections = Connections()
         #: how many have it open: connections, also those that are about to join, and who looks after an answer.
         self.guests = 0
         self.owner: Principal
@@ -97,21 +88,21 @@ class LiveSession:
         #: the making of the response, if it is made here.
         self.turn: Turn | None = None
         #: messages that came before one that they follow: the answer to a write of ours and what other replicas tell
-        #: come on two ways, and either may be the quicker.
+        #: come on two ways, and either may be the quicker. Since when there are any (monotonic, as all times here).
         self.held: list[AnyChange | Text] = []
         self.held_since = 0.0
         #: its state is being read: all messages are held until it is there.
         self.reading = False
         #: a write of ours was not answered: the store may hold what we do not know.
         self.doubted = False
-        #: when the store was asked last whether it is as we know it, and when something was heard of it (monotonic).
+        #: when the store was asked last whether it is as we know it, and when something was heard of it.
         self.asked_at = 0.0
         self.heard_at = 0.0
         #: what the store held when it was asked last, if that was not what we knew.
         self.behind: Held | None = None
         #: the store did not answer when it was asked last.
         self.away = False
-        #: since when the store is behind what we know (monotonic).
+        #: since when the store is behind what we know.
         self.lost_since: float | None = None
         #: this replica is among its watchers in the store.
         self.watched = False
@@ -170,6 +161,14 @@ class LiveSession:
         self.version = -1
         self.held = []
 
+    def drop(self) -> None:
+        """What we know of it is not what is stored: its clients come back and get what is.
+
+        An answer that is made here goes on; the session is read again when somebody joins.
+        """
+        self.connections.close(close_codes.RESTART, "reconnect to go on")
+        self.unload()
+
     def keep_queued(self, item_id: str | None) -> bool:
         """Forget the queued answer unless it is that of this item. False if one waits that we do not know."""
         if self.queued is not None and self.queued.item_id != item_id:
@@ -206,7 +205,7 @@ class LiveSession:
             return False
         rest = text[response.length :]
         self._stored(response, rest, len(rest.encode()))
-        self.pump()
+        self.connections.pump()
         return True
 
     @property
@@ -215,11 +214,26 @@ class LiveSession:
 
     # --- messages of the store
 
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """While its state is read: what is told meanwhile is applied after it, for it may be newer."""
+        self.held = []
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
+            held, self.held = self.held, []
+        for message in held if self.loaded else ():
+            self.take(message)
+
     def take(self, message: AnyChange | Text) -> None:
         """Apply a message, and those that waited for it; one that follows a message not seen yet waits.
 
-        The caller sets the deadline for those in ``held``.
+        The caller sets the deadline for those in ``held``, from ``held_since`` on.
         """
+        self.heard_at, self.away = time.monotonic(), False
+        waited = bool(self.held)
         waiting = [*self.held, message]
         before = len(waiting) + 1
         while waiting and len(waiting) < before and not self.reading:
@@ -233,6 +247,8 @@ class LiveSession:
             waiting = self.held
         self.held = waiting[:_MAX_HELD]
         self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
+        if self.held and not waited:
+            self.held_since = time.monotonic()
 
     def _apply_any(self, message: AnyChange | Text) -> None:
         if not isinstance(message, Text):
@@ -256,16 +272,16 @@ class LiveSession:
         match change:
             case ItemPut():
                 self.item_count += 1
-                self._tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
-                self._tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
+                self.connections.tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
+                self.connections.tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
             case ItemGone():
                 self._gone(change.item_id, change.previous)
-                self._tell(encode(ItemDeleted(item_id=change.item_id)))
+                self.connections.tell(encode(ItemDeleted(item_id=change.item_id)))
             case messages.ItemTruncated():
-                self._tell(encode(ItemTruncated(item_id=change.item.id, text_end=change.text_end)))
+                self.connections.tell(encode(ItemTruncated(item_id=change.item.id, text_end=change.text_end)))
             case SettingsChanged():
                 self.model, self.settings = change.model, change.settings
-                self._each(lambda connection: connection.outbox.push(SessionUpdated(session=self.object(connection))))
+                self.connections.each(self._tell_settings)
             case ResponseBegan():
                 self._begin(change)
             case ResponseMoved():
@@ -275,7 +291,7 @@ class LiveSession:
                 if self.conversation is not None and follows:
                     _keep_ended(self.conversation, response)
             case SessionDeleted():
-                self.close_connections(close_codes.DONE, "the conversation was deleted")
+                self.connections.close(close_codes.DONE, "the conversation was deleted")
                 if self.turn is not None:
                     self.turn.lose()
             case _:
@@ -296,6 +312,9 @@ class LiveSession:
                 return True
         return False
 
+    def _tell_settings(self, connection: Connection) -> None:
+        connection.outbox.push(SessionUpdated(session=self.object(connection)))
+
     def _begin(self, change: ResponseBegan) -> None:
         self.item_count += 1
         response = Response(change.begun, previous_item_id=change.previous)
@@ -304,9 +323,9 @@ class LiveSession:
         else:
             self.response = response
             self.response_owner, self.response_token = change.begun.replica, change.token
-        self._each(lambda connection: connection.outbox.begin(response))
+        self.connections.each(lambda connection: connection.outbox.begin(response))
         if change.queued:
-            self.tell_extended(ResponseQueued(response_id=response.id, position=1))
+            self.connections.tell_extended(ResponseQueued(response_id=response.id, position=1))
 
     def _move(self, change: ResponseMoved) -> None:
         response = self.response
@@ -320,7 +339,7 @@ class LiveSession:
         if self.turn is not None and change.token != self.turn.writer.token:
             self.turn.lose()
         if change.reason:
-            self.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
+            self.connections.tell_extended(ResponseMigrated(response_id=response.id, reason=change.reason))
 
     def apply_text(self, message: Text) -> None:
         """Text of an answer that another replica makes was stored. Raises Gap if some before it is missing."""
@@ -333,7 +352,7 @@ class LiveSession:
         if message.epoch != response.epoch:
             raise Gap  # another owner wrote it
         self._stored(response, rest, len(rest.encode()) if len(rest) < len(message.text) else message.size)
-        self.pump()
+        self.connections.pump()
 
     def _end(self, change: ResponseEnded) -> Response:
         in_queue = self.queued is not None and self.queued.id == change.response
@@ -353,7 +372,7 @@ class LiveSession:
             self._start_next(starts)
         if not change.outcome.keeps_item:
             self._gone(response.item_id, response.previous_item_id)
-        self._each(lambda connection: connection.outbox.end(response))
+        self.connections.each(lambda connection: connection.outbox.end(response))
         return response
 
     def _start_next(self, starts: Next | None) -> None:
@@ -379,19 +398,7 @@ class LiveSession:
         response.move(State.STREAMING)
         response.on_stored(text, size)
 
-    # --- telling
-
-    def pump(self) -> None:
-        """More may be told: to whoever takes it."""
-        self._each(lambda connection: connection.outbox.pump())
-
-    def _tell(self, frame: bytes) -> None:
-        self._each(lambda connection: connection.outbox.push(frame))
-
-    def tell_extended(self, event: ServerEvent) -> None:
-        """Tell those connections that asked for events which the API does not have."""
-        frame = encode(event)
-        self._each(lambda connection: connection.outbox.push(frame) if connection.outbox.extensions else None)
+    # --- what it looks like
 
     def tick(self, now: float, now_ms: int, *, store_away: bool) -> None:
         """Time passes: see ``Outbox.tick``. ``store_away``: nothing is heard of what others write."""
@@ -403,24 +410,7 @@ class LiveSession:
         else:
             state = response.heartbeat_state
         response_id = response.id if response is not None else None
-        self._each(lambda connection: connection.outbox.tick(now, now_ms, state, response_id))
-
-    def _each(self, tell: Callable[[Connection], None]) -> None:
-        """Tell each connection something; one that fails is closed, and the others are told all the same."""
-        for connection in list(self.connections):
-            try:
-                tell(connection)
-            except Exception:
-                log.exception("A connection failed while it was told something; it is closed")
-                connection.close(close_codes.FAULT, "fault in the server")
-
-    def close_connections(self, code: int, reason: str) -> None:
-        """Close all of this replica's connections to the session."""
-        for connection in list(self.connections):
-            connection.outbox.close()
-            connection.close(code, reason)
-
-    # --- what it looks like
+        self.connections.each(lambda connection: connection.outbox.tick(now, now_ms, state, response_id))
 
     def object(self, connection: Connection) -> SessionObject:
         """The session as one connection sees it (``flush`` is the connection's own)."""

@@ -56,7 +56,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP sets ``stop``, the next one raises KeyboardInterrupt.
 
-    Plain handlers, and the only ones: ``app.Server`` keeps uvicorn from putting its own in their place.
+    Plain handlers, and the only ones: ``app.WebServer`` keeps uvicorn from putting its own in their place.
     """
     loop = asyncio.get_running_loop()
     told = False

@@ -83,7 +83,7 @@ async def open_store(settings: Settings, store: EmbeddedValkey | None, display: 
     """The URL of the store: the one given, or the embedded one, started."""
     if store is not None:
         url = await store.start()
-        await forget_replicas(settings, url)
+        await forget_replicas(url)
         display.done(f"Store: embedded Valkey, data in {settings.data_dir}")
         return url
     assert settings.redis_url is not None
@@ -96,24 +96,18 @@ async def open_store(settings: Settings, store: EmbeddedValkey | None, display: 
     return settings.redis_url.reveal()
 
 
-async def forget_replicas(settings: Settings, url: str) -> None:
+async def forget_replicas(url: str) -> None:
     """Nobody lives in a store that just started: what a killed server left behind need not wait for its lease."""
-    from chat_server.store.redis import Store  # noqa: PLC0415 (a long import; the store starts before it)
+    # long imports; the store starts before them
+    from chat_server.store.replicas import Replicas  # noqa: PLC0415
+    from chat_server.store.server import Server  # noqa: PLC0415
 
-    limits = settings.limits
-    store = Store(
-        url,
-        "",
-        ttl_s=settings.session_ttl_s,
-        empty_ttl_s=settings.empty_session_ttl_s,
-        max_items=limits.max_items,
-        max_session_bytes=limits.max_session_bytes,
-    )
+    server = Server(url)
     try:
         with contextlib.suppress(StoreUnavailable):
-            await store.forget_replicas()
+            await Replicas(server, "").forget_all()
     finally:
-        await store.close()
+        await server.close()
 
 
 def server_parts(

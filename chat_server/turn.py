@@ -14,9 +14,10 @@ from typing import Literal, Protocol
 
 from msgspec import UNSET
 
+from chat_server import outcomes
 from chat_server.core import context
 from chat_server.core.ids import new_id
-from chat_server.core.items import Item, ResponseStatus, StatusDetails, StatusError, Timing
+from chat_server.core.items import Item, ResponseStatus, StatusDetails, Timing
 from chat_server.core.items import Usage as WireUsage
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
@@ -32,7 +33,7 @@ from chat_server.errors import (
     StoreBehind,
     StoreError,
 )
-from chat_server.placing import NoEngine, Placer
+from chat_server.placing import Placer
 from chat_server.settings import Limits
 from chat_server.store.committer import Committer, Writer
 from chat_server.store.redis import Store
@@ -45,8 +46,6 @@ _MAX_ATTEMPTS = 3
 #: seconds that an end waits for a store that is away, and between its tries.
 _END_S = 600.0
 _END_RETRY_S = 0.25
-
-_CANCELLED = StatusDetails(type="cancelled", reason="client_cancelled")
 
 
 class TextSink(Protocol):
@@ -196,7 +195,7 @@ class Conductor:
         def ending() -> tuple[str, Outcome]:
             nonlocal status, details, rest
             if turn.stopped:  # perhaps only now: the text is cut all the same, so it is not whole
-                status, details, rest = "cancelled", _CANCELLED, ""
+                (status, details), rest = outcomes.CANCELLED, ""
             return rest, self._outcome(turn, status, details, response.length + len(rest), usage)
 
         await self._end(turn, ending, ended, lock)
@@ -207,7 +206,7 @@ class Conductor:
         response = turn.response
         rest = response.take_rest()
         if turn.stopped:
-            status, details = "cancelled", _CANCELLED
+            status, details = outcomes.CANCELLED
         elif rest:
             response.on_stored(rest, len(rest.encode()))
         response.end(self._outcome(turn, status, details, response.length, finish.usage if finish else None))
@@ -289,39 +288,11 @@ class Conductor:
         """The engine's answer, and how the response ended by it."""
         try:
             finish = await turn.until_answered(self)
-        except TimeoutError:
-            message = f"The answer took longer than {self._limits.max_answer_s:.0f} s."
-            return None, "incomplete", _details("incomplete", "answer_timeout", message, type="server_error")
-        except NoEngine as error:
-            details = _details(
-                "failed", "overloaded", str(error), type="server_error", retryable=True, retry_after_ms=2000
-            )
-            return None, "failed", details
-        except EngineRefused as error:
-            return None, "failed", _refused(error)
-        except EngineBusy as error:
-            return None, "failed", _details("failed", "overloaded", str(error), retryable=True, retry_after_ms=2000)
-        except EngineError as error:
-            return (
-                None,
-                "failed",
-                _details("failed", "engine_unavailable", str(error), type="server_error", retryable=True),
-            )
-        except StoreError as error:
-            return None, "failed", _details("failed", "store_unavailable", str(error), retryable=True)
-        except Exception:
-            log.exception("An answer failed")
-            message = "The server failed on this answer."
-            return None, "failed", _details("failed", "internal_error", message, type="server_error")
+        except Exception as error:
+            return None, *outcomes.of_error(error, self._limits)
         if finish is None:
-            return None, "cancelled", _CANCELLED
-        match finish.reason:
-            case "length":
-                return finish, "incomplete", StatusDetails(type="incomplete", reason="max_output_tokens")
-            case "content_filter":
-                return finish, "incomplete", StatusDetails(type="incomplete", reason="content_filter")
-            case _:
-                return finish, "completed", StatusDetails(type="completed")
+            return None, *outcomes.CANCELLED
+        return finish, *outcomes.of_finish(finish)
 
     async def _attempt(self, turn: Turn, engine: Engine, text: str) -> Finish:
         """One engine's part of the answer, from ``text`` on. The end and the usage are those of the whole answer."""
@@ -333,7 +304,7 @@ class Conductor:
         try:
             finish = await self._client.stream(engine.id, engine.url, request, turn)
         except EngineRefused as error:
-            if text and _too_long(error):  # it fills the window, and only its end was missing
+            if text and outcomes.is_too_long(error):  # it fills the window, and only its end was missing
                 return Finish("length", None)
             raise
         return Finish(finish.reason, finish.usage.of_whole(written) if finish.usage else None)
@@ -431,39 +402,6 @@ class Conductor:
 def _item(response: Response, rest: str, outcome: Outcome) -> Item:
     text = (response.text(0) + rest)[: outcome.text_length]
     return response.make_item("completed" if outcome.status == "completed" else "incomplete", text, outcome)
-
-
-def _details(
-    status: str,
-    code: str,
-    message: str,
-    *,
-    type: str = "server_error",
-    retryable: bool = False,
-    retry_after_ms: int | None = None,
-) -> StatusDetails:
-    error = StatusError(
-        type=type,
-        code=code,
-        message=message,
-        retryable=retryable or UNSET,
-        retry_after_ms=UNSET if retry_after_ms is None else retry_after_ms,
-    )
-    return StatusDetails(type=status, error=error)  # type: ignore[arg-type]
-
-
-def _refused(error: EngineRefused) -> StatusDetails:
-    """An engine's no: to this request, with its reason; or to us (a key, a path), which is not the caller's doing."""
-    if error.status not in (400, 413, 422):
-        log.error("Engine %s refused us with status %d", error.engine, error.status)
-        return _details("failed", "engine_refused", "The engine does not take requests from this server.")
-    code = "context_length_exceeded" if _too_long(error) else "invalid_request"
-    return _details("failed", code, str(error), type="invalid_request_error")
-
-
-def _too_long(error: EngineRefused) -> bool:
-    """Whether a prompt does not fit the window; vLLM has no code of its own for it."""
-    return "context length" in str(error)
 
 
 def _is_cancelled() -> bool:

@@ -1,33 +1,34 @@
-"""The answers of one replica: made to their end, stopped when nobody comes back, handed over to another one."""
+"""The answers of one replica: made here, and handed over to another one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis.asyncio
 
-from chat_server import answers as answers_module
-from chat_server import hub as hub_module
 from chat_server.answers import Answers
 from chat_server.core.items import Item, Part, encode_item
-from chat_server.core.response import State
 from chat_server.engine.simulated import Fault, answer_for
-from chat_server.hub import Hub
 from chat_server.live import LiveSession
-from chat_server.settings import Limits
-from chat_server.store.committer import Writer
 from chat_server.store.keys import session_keys
-from chat_server.store.replies import Held, Snapshot, TakenOver
-from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
-from tests.support.server import QUICK, RunningServer, another, running_server
+from chat_server.store.replies import Snapshot, TakenOver
+from tests.hubs import (
+    ALL,
+    PlayedCommitter,
+    PlayedStore,
+    answers_of,
+    connect,
+    make_here,
+    restorer_of,
+    running_hub,
+    until,
+)
+from tests.support.server import QUICK, another, running_server
 from tests.support.ws import WsClient
-from tests.turns import Script
 
 pytestmark = pytest.mark.server
 
@@ -35,10 +36,6 @@ DELTA = "response.output_text.delta"
 LONG = "Tell me more, in 400 words."
 WHOLE = answer_for([{"role": "user", "content": LONG}])
 SLOW = replace(QUICK, tokens_per_s=150.0)
-
-
-def at_work(server: RunningServer) -> int:
-    return sum(engine.engine.running for engine in server.engines)
 
 
 async def done(client: WsClient) -> dict[str, Any]:
@@ -50,51 +47,14 @@ async def done(client: WsClient) -> dict[str, Any]:
 def all_answers(monkeypatch: pytest.MonkeyPatch) -> list[Answers]:
     """The ``Answers`` of each replica, in the order of their start."""
     found: list[Answers] = []
-    run = Answers.run
+    make = Answers.__init__
 
-    async def noted(self: Answers) -> None:
+    def noted(self: Answers, **parts: Any) -> None:
+        make(self, **parts)
         found.append(self)
-        await run(self)
 
-    monkeypatch.setattr(Answers, "run", noted)
+    monkeypatch.setattr(Answers, "__init__", noted)
     return found
-
-
-async def test_an_answer_that_nobody_comes_back_for_is_stopped(tmp_path: Path) -> None:
-    """After ``resume_window_s`` without a connection anywhere; what is stored stays, marked as incomplete."""
-    async with running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=1.0)) as server:
-        async with server.connect(extensions=1) as client:
-            await client.say(LONG)
-            await client.send("response.create")
-            created = await client.until("response.created")
-            for _ in range(10):
-                await client.until(DELTA)
-        async with asyncio.timeout(8):
-            while at_work(server):
-                await asyncio.sleep(0.05)
-        held = {"response_id": created["response"]["id"], "epoch": "", "offset": 0}
-        async with server.connect(session_id=client.session["id"], extensions=1, **held) as again:
-            response = await done(again)
-            assert response["status"] == "cancelled"
-            text = response["output"][0]["content"][0]["text"]
-            assert len(text) > 40
-            assert WHOLE.startswith(text)
-
-
-async def test_an_answer_goes_on_as_long_as_somebody_reads_it_anywhere(tmp_path: Path) -> None:
-    """On another replica, or somebody who came back in time."""
-    async with (
-        running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=1.0)) as server,
-        another(server) as replica,
-        server.connect(extensions=1) as one,
-        replica.connect(session_id=one.session["id"], extensions=1) as two,
-    ):
-        await one.say(LONG)
-        await one.send("response.create")
-        await one.until(DELTA)
-        one.connection.transport.abort()
-        response = await done(two)
-        assert response["output"][0]["content"][0]["text"] == WHOLE
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -205,111 +165,7 @@ async def test_a_request_that_kills_what_it_touches_ends(tmp_path: Path, all_ans
         assert response["output"] == []
 
 
-# --- sessions in trouble, and servers of the store that are away
-
-
-class PlayedCommitter:
-    """Notes what it is asked for; of ``stuck`` sessions commits are under way for ever."""
-
-    def __init__(self) -> None:
-        self.stuck: set[str] = set()
-        self.lost: list[Writer] = []
-        self.stored_again: list[Writer] = []
-
-    async def settle(self, writer: Writer) -> None:
-        while writer.session_id in self.stuck:
-            await asyncio.sleep(0.001)
-
-    async def store_rest(self, writer: Writer) -> bool:
-        return True
-
-    async def store_again(self, writer: Writer) -> None:
-        self.stored_again.append(writer)
-
-    def lose(self, writer: Writer) -> None:
-        self.lost.append(writer)
-
-
-def answers_of(hub: Hub, store: PlayedStore, committer: PlayedCommitter) -> Answers:
-    parts = cast("Any", {"store": store, "committer": committer, "conductor": None})
-    return Answers(hub=hub, limits=Limits(), **parts)
-
-
-@asynccontextmanager
-async def looking(store: PlayedStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
-    """A hub, and answers that look after what they find, at once and all the time."""
-    monkeypatch.setattr(hub_module, "_TICK_S", 0.002)
-    monkeypatch.setattr(answers_module, "_LOOK_S", 0.002)
-    monkeypatch.setattr(answers_module, "_CONFIRM_S", 0.0)
-    monkeypatch.setattr(answers_module, "_LOOK_EVERYWHERE_S", 0.0)
-    async with running_hub(store) as hub:
-        task = asyncio.create_task(answers_of(hub, store, PlayedCommitter()).run())
-        try:
-            yield hub
-            assert not task.done(), "it goes on, whatever happens"
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
-ALL = ("a1", "a2", "b1", "c1", "c2")
-
-
-@pytest.mark.parametrize("connected", [True, False])
-@pytest.mark.parametrize("trouble", BROKEN)
-async def test_one_broken_session_keeps_no_other_from_being_taken_over(
-    monkeypatch: pytest.MonkeyPatch, trouble: Exception, connected: bool
-) -> None:
-    """Whether somebody reads them here or nobody does, whichever is looked at first, and whatever it is."""
-    store = PlayedStore()
-    store.troubles = {"a1": trouble, "c1": trouble}
-    if not connected:
-        store.orphans = list(ALL)
-    async with looking(store, monkeypatch) as hub:
-        if connected:
-            store.troubles, troubles = {}, store.troubles
-            for session_id in ALL:
-                await connect(hub, session_id)
-            store.troubles = troubles
-        await until(lambda: {"a2", "b1", "c2"} <= store.asked_for("take_over"))
-
-
-@pytest.mark.parametrize("silent", [True, False])
-@pytest.mark.parametrize("connected", [True, False])
-async def test_a_server_of_the_store_that_is_away_keeps_none_of_the_others_from_being_taken_over(
-    monkeypatch: pytest.MonkeyPatch, connected: bool, silent: bool
-) -> None:
-    """Whether it refuses or is silent; what lies on it is taken over when it is back."""
-    store = PlayedStore()
-    store.orphans = [] if connected else list(ALL)
-    async with looking(store, monkeypatch) as hub:
-        if connected:
-            for session_id in ALL:
-                await connect(hub, session_id)
-            store.asked.clear()
-        store.silent = {"a"} if silent else set()
-        store.troubles = {} if silent else {"a1": AWAY, "a2": AWAY}
-        await until(lambda: {"b1", "c1", "c2"} <= store.asked_for("take_over"))
-        assert "forget" not in dict(store.asked)
-        store.silent, store.troubles = set(), {}
-        await until(lambda: set(ALL) <= store.asked_for("take_over"))
-
-
-async def make_here(hub: Hub, session_id: str) -> LiveSession:
-    """A session whose answer is made here."""
-    live, _ = await connect(hub, session_id)
-    turn = Script().turn()
-    turn.writer.session_id = session_id
-    monkey = cast("Any", turn)
-    monkey.leave = lambda: True
-    live.turn = turn
-    return live
+# --- a store in trouble
 
 
 async def test_a_server_of_the_store_that_is_away_keeps_no_other_answer_from_being_handed_over() -> None:
@@ -326,66 +182,6 @@ async def test_a_server_of_the_store_that_is_away_keeps_no_other_answer_from_bei
         async with asyncio.timeout(5):
             await leaving
         assert store.asked_for("hand_over") == set(ALL)
-
-
-@pytest.mark.parametrize("trouble", BROKEN)
-async def test_an_answer_that_can_not_be_written_again_is_left(trouble: Exception) -> None:
-    """It does not wait for ever, and nothing else ends by it."""
-    store, committer = PlayedStore(), PlayedCommitter()
-    async with running_hub(store) as hub:
-        live = await make_here(hub, "a1")
-        assert live.turn is not None
-        store.troubles = {"a1": trouble}
-        answers_of(hub, store, committer)._refused(live, live.turn, "missing")
-        await until(lambda: committer.lost == [live.turn.writer] if live.turn else False)
-
-
-async def test_text_on_its_way_to_a_store_that_loses_it_is_written_again_too() -> None:
-    """The answer that says that it is stored may come later, from the store as it was: then it is told."""
-    store, committer = PlayedStore(), PlayedCommitter()
-    written: list[Snapshot] = []
-
-    async def restore(session_id: str, snapshot: Snapshot) -> bool:
-        written.append(snapshot)
-        return True
-
-    store.restore = restore  # type: ignore[method-assign, assignment]
-    async with running_hub(store) as hub:
-        live = await make_here(hub, "a1")
-        assert live.turn is not None
-        response = live.turn.response
-        response.move(State.PREFILL)
-        response.on_text("Hello")
-        response.take_commit()
-        response.stored_in_flight()
-        response.on_text(" you there")
-        under_way = response.take_commit()
-        assert await answers_of(hub, store, committer).write_again(live)
-    assert under_way is not None
-    assert under_way.text
-    assert [snapshot.text for snapshot in written] == [response.text(0) + under_way.text]
-
-
-@pytest.mark.parametrize(("holds", "again"), [(Held(10, 4), True), (Held(11, 4), True), (Held(10, 5), False)])
-async def test_text_that_the_store_lost_need_not_wait_for_more_of_it(holds: Held, again: bool) -> None:
-    """The engine thinks, or a commit hangs: who comes meanwhile, or takes over, reads all that was told."""
-    store, committer = PlayedStore(), PlayedCommitter()
-
-    async def held(session_ids: Sequence[str]) -> list[Held | None]:
-        return [holds for _ in session_ids]
-
-    store.held = held  # type: ignore[method-assign]
-    async with running_hub(store) as hub:
-        live = await make_here(hub, "a1")
-        assert live.turn is not None
-        response = live.turn.response
-        response.move(State.PREFILL)
-        response.on_text("Hello ")
-        response.take_commit()
-        response.stored_in_flight()
-        assert response.byte_length == 5
-        await answers_of(hub, store, committer).check_kept()
-        assert committer.stored_again == [live.turn.writer] * again
 
 
 async def test_what_is_heard_before_an_answer_is_ours_belongs_to_what_is_written_again() -> None:
@@ -408,9 +204,9 @@ async def test_what_is_heard_before_an_answer_is_ours_belongs_to_what_is_written
     store.take_over, store.restore = take_over, restore  # type: ignore[method-assign, assignment]
     async with running_hub(store) as hub:
         live, _ = await connect(hub, "a1")
-        answers = answers_of(hub, store, committer)
-        await answers._take_over(live, "replica_lost")
-        assert await answers.write_again(live)
+        restorer = restorer_of(hub, store, committer)
+        await answers_of(hub, store, committer, restorer).take_over(live, "replica_lost")
+        assert await restorer.write_again(live)
     [snapshot] = written
     assert snapshot.version == 12
     assert [item.id for item in snapshot.items] == ["item_0", "item_9"]

@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from chat_server import drain as drain_module
+from chat_server.connections import Connection
 from chat_server.core.server_events import ServerDraining
 from chat_server.drain import Leaving, drain
-from chat_server.live import Connection
 
 pytestmark = pytest.mark.server
 

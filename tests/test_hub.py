@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,12 @@ import pytest_asyncio
 import redis.asyncio
 from websockets.exceptions import ConnectionClosed
 
+from chat_server import comparing
 from chat_server import hub as hub_module
 from chat_server.core import close_codes
 from chat_server.engine.simulated import answer_for
-from chat_server.store.redis import Store
-from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub
+from chat_server.store.replicas import Replicas
+from tests.hubs import AWAY, BROKEN, PlayedStore, connect, running_hub, until
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.ws import WsClient
 
@@ -257,7 +258,7 @@ async def test_a_write_whose_answer_is_lost_blocks_nothing(
 ) -> None:
     """It may have been done all the same: the session is compared with the store, and goes on as that says."""
     monkeypatch.setattr("chat_server.store.server._TIMEOUT_S", 0.3)
-    monkeypatch.setattr(Store, "confirm_running", AsyncMock())  # that would fail first, with nothing begun
+    monkeypatch.setattr(Replicas, "confirm_running", AsyncMock())  # that would fail first, with nothing begun
     async with running_server(tmp_path) as server, server.connect() as client:
         await client.say("Hello")
         async with frozen_store(server):
@@ -276,7 +277,7 @@ async def test_a_running_answer_is_not_ended_by_a_replica_that_could_not_look(
 ) -> None:
     """After the store was away for longer than a lease, its owner gets to renew first, and the answer goes on."""
     monkeypatch.setattr("chat_server.store.server._TIMEOUT_S", 0.3)
-    monkeypatch.setattr("chat_server.store.redis.LEASE_MS", 400)
+    monkeypatch.setattr("chat_server.store.replicas.LEASE_MS", 400)
     slow = replace(QUICK, tokens_per_s=60.0)
     async with (
         running_server(tmp_path, simulated=slow) as server,
@@ -307,12 +308,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_RETRY_S", 0.002)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("trouble", BROKEN)
 async def test_one_session_that_can_not_be_read_stops_nothing_else(quick: None, trouble: Exception) -> None:
     """Its clients are to come back; the others are compared with the store, and the inbox is heard on."""
@@ -320,13 +315,13 @@ async def test_one_session_that_can_not_be_read_stops_nothing_else(quick: None, 
     async with running_hub(store) as hub:
         sessions = {session_id: await connect(hub, session_id) for session_id in ("a1", "a2", "a3")}
         store.troubles["a2"] = trouble
-        store.break_inbox()
+        store.replicas.break_inbox()
         await until(lambda: store.asked_for("compare") == set(sessions))
         for session_id, (_, connection) in sessions.items():
             assert connection.closed == ([close_codes.RESTART] if session_id == "a2" else [])
-        subscriptions = store.subscriptions
+        subscriptions = store.replicas.subscriptions
         await asyncio.sleep(0.02)
-        assert (hub.ready, store.subscriptions) == (True, subscriptions)
+        assert (hub.ready, store.replicas.subscriptions) == (True, subscriptions)
 
 
 async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(quick: None) -> None:
@@ -336,7 +331,7 @@ async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(
         sessions = {session_id: await connect(hub, session_id) for session_id in ("a1", "a2", "b1", "c1")}
         store.troubles = {"a1": AWAY, "a2": AWAY}
         store.silent = {"c"}
-        store.break_inbox()
+        store.replicas.break_inbox()
         await until(lambda: {"a1", "b1", "c1"} <= store.asked_for("compare"))
         assert hub.ready, "who comes now is let in"
         store.silent = set()
@@ -373,7 +368,7 @@ async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monk
         for number in range(1200):
             await connect(hub, f"a{number}")
         assert store.rounds.count([]) == len(store.rounds)
-        monkeypatch.setattr(hub_module, "_ASK_S", -1.0)
+        monkeypatch.setattr(comparing, "_ASK_S", -1.0)
         await until(lambda: len([asked for asked in store.rounds if asked]) > 6)
         rounds = [asked for asked in store.rounds if asked]
         assert {len(asked) for asked in rounds} == {500}
@@ -383,7 +378,7 @@ async def test_after_an_outage_sessions_are_asked_for_in_parts(quick: None, monk
 
 async def test_mirrors_say_that_they_wait_for_the_store(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose server of it is away, or all while nothing is heard; only as long as that is so."""
-    monkeypatch.setattr(hub_module, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(comparing, "_SILENCE_S", 0.0)
     store = PlayedStore()
     async with running_hub(store) as hub:
         said: dict[str, str] = {}

@@ -9,12 +9,12 @@ import pytest
 from chat_server import lease as lease_module
 from chat_server.errors import StoreUnavailable
 from chat_server.lease import Lease
-from chat_server.store.redis import Store
+from chat_server.store.replicas import Replicas
 
 pytestmark = pytest.mark.pure
 
 
-class FakeStore:
+class FakeReplicas:
     """Answers as it is told to; each answer takes ``takes_s`` on the fake clock."""
 
     def __init__(self, clock: Clock) -> None:
@@ -52,15 +52,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def store(clock: Clock) -> FakeStore:
-    return FakeStore(clock)
+def store(clock: Clock) -> FakeReplicas:
+    return FakeReplicas(clock)
 
 
-def lease(store: FakeStore, *, alone: bool = False) -> Lease:
-    return Lease(cast("Store", store), alone=alone)
+def lease(store: FakeReplicas, *, alone: bool = False) -> Lease:
+    return Lease(cast("Replicas", store), alone=alone)
 
 
-async def test_a_replica_without_a_lease_is_dead_once_the_others_had_time(clock: Clock, store: FakeStore) -> None:
+async def test_a_replica_without_a_lease_is_dead_once_the_others_had_time(clock: Clock, store: FakeReplicas) -> None:
     """Not within a lease's length of our own start: they may have been kept from renewing."""
     ours = lease(store)
     assert await ours.lives("other")
@@ -68,13 +68,15 @@ async def test_a_replica_without_a_lease_is_dead_once_the_others_had_time(clock:
     assert not await ours.lives("other")
 
 
-async def test_where_no_other_can_be_at_work_nobody_is_waited_for(store: FakeStore) -> None:
+async def test_where_no_other_can_be_at_work_nobody_is_waited_for(store: FakeReplicas) -> None:
     """The embedded store has one replica at a time: what an earlier one left is taken over at once."""
     assert not await lease(store, alone=True).lives("other")
 
 
 @pytest.mark.parametrize("trouble", ["away", "slow", "told"])
-async def test_after_trouble_with_the_store_the_others_get_time(clock: Clock, store: FakeStore, trouble: str) -> None:
+async def test_after_trouble_with_the_store_the_others_get_time(
+    clock: Clock, store: FakeReplicas, trouble: str
+) -> None:
     """Away or slow, in any call, or told by who listens: for a lease's length nobody is taken for dead."""
     ours = lease(store, alone=True)
     if trouble == "away":
@@ -94,14 +96,14 @@ async def test_after_trouble_with_the_store_the_others_get_time(clock: Clock, st
     assert not await ours.lives("other")
 
 
-async def test_a_lease_that_can_not_be_read_is_not_gone(store: FakeStore) -> None:
+async def test_a_lease_that_can_not_be_read_is_not_gone(store: FakeReplicas) -> None:
     """The caller hears of it instead."""
     store.away = True
     with pytest.raises(StoreUnavailable):
         await lease(store, alone=True).lives("other")
 
 
-async def test_it_knows_since_when_the_store_is_away(clock: Clock, store: FakeStore) -> None:
+async def test_it_knows_since_when_the_store_is_away(clock: Clock, store: FakeReplicas) -> None:
     """From the first renewal that failed, not from the last."""
     ours = lease(store)
     await ours.renew(0)

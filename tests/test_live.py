@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
 
-from chat_server.core import close_codes
 from chat_server.core.client_events import Flush
 from chat_server.core.conversation import Conversation
 from chat_server.core.items import Item, Part, SessionSettings, Timing, Usage
@@ -52,18 +51,6 @@ class FakeConnection:
     def close(self, code: int, reason: str) -> None:
         self.closed.append(code)
         self.socket.is_open = False
-
-
-class BrokenConnection(FakeConnection):
-    """A connection that fails at whatever it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise RuntimeError("broken")
-
-        self.outbox.push = self.outbox.begin = self.outbox.end = self.outbox.pump = fail  # type: ignore[method-assign]
 
 
 class FakeTurn:
@@ -391,41 +378,6 @@ def test_an_answer_that_somebody_else_has_is_left(found: SessionState) -> None:
     assert turn.lost == 0
     assert live.catch_up(found) is False
     assert turn.lost == 1
-
-
-# --- connections that fail
-
-
-def test_a_connection_that_fails_is_closed_and_the_others_are_told() -> None:
-    """Whatever is told: items, settings, the beginning, text and the end of an answer."""
-    for change in (put(10, 11), began(), None):
-        live, [one] = session(state(text="Hello") if change is None else None)
-        broken = BrokenConnection()
-        # Sets have no order: with several healthy ones some are behind the broken one.
-        others = [FakeConnection() for _ in range(10)]
-        live.connections.update([broken, *others])
-        for other in others:
-            if live.response is not None:
-                other.outbox.begin(live.response)
-        if change is not None:
-            live.apply(change)
-        else:
-            live.apply_text(text(5, "!"))
-            live.apply(ended(6, "", before=10))
-        assert broken.closed
-        assert set(broken.closed) == {close_codes.FAULT}
-        for connection in (one, *others):
-            assert connection.closed == []
-            assert connection.socket.frames
-
-
-def test_all_connections_can_be_sent_away() -> None:
-    """Nothing more is told to them; they come back and get what is stored."""
-    live, connections = session(state(text="Hello"), connections=2)
-    live.close_connections(close_codes.RESTART, "reconnect to go on")
-    for connection in connections:
-        assert connection.closed == [close_codes.RESTART]
-        assert connection.outbox.statistics() == {"events": 0, "event_bytes": 0, "views": 0}
 
 
 # --- an answer is made here, and nobody here listens

@@ -161,7 +161,7 @@ class Realtime:
                 if not self._is_repeated_audio(connection, error, text):
                     connection.outbox.push(_error(error, event_id))
             except StoreError as error:
-                self._hub.doubt(live)
+                live.doubted = True  # a write may have been done all the same
                 connection.outbox.push(_error(_store_failed(error), event_id))
 
     async def _carry_out(self, live: LiveSession, connection: Connection, event: AnyClientEvent) -> None:

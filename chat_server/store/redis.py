@@ -7,38 +7,32 @@ repeat.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from typing import Any, Literal
-
-import msgspec
 
 from chat_server.core.items import Item, SessionSettings, decode_item, encode_item, to_wire
 from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
-from chat_server.core.response import Begun, Outcome, Response, cancelled_in_queue, ended_response
+from chat_server.core.response import Outcome, Response, cancelled_in_queue, ended_response
 from chat_server.errors import StoreBehind, StoreError, StoreUnavailable
 from chat_server.store import keys, messages
+from chat_server.store.replicas import Replicas
 from chat_server.store.replies import (
     Added,
     BeginReply,
     CommitReply,
     Cut,
     Held,
-    QueuedState,
-    RunningState,
     SessionState,
     Snapshot,
     TakenOver,
     TextCommit,
+    text_of,
 )
 from chat_server.store.server import Server
 
 log = logging.getLogger(__name__)
 
-#: milliseconds that a replica is believed to live after its last sign.
-LEASE_MS = 4000
 #: functions that decide who answers, and what was answered: they count when replicas of the server have them too.
 _DURABLE = frozenset({"begin", "take_over", "finish"})
 
@@ -51,22 +45,22 @@ class Store:
 
     def __init__(
         self,
-        url: str,
+        server: Server,
         replica_id: str,
         *,
         ttl_s: int,
         empty_ttl_s: int,
         max_items: int,
         max_session_bytes: int,
-        max_connections: int = 64,
-        wait_replicas: int = 0,
     ) -> None:
         self.replica_id = replica_id
+        #: what this replica and the others know of each other.
+        self.replicas = Replicas(server, replica_id)
         self._ttl = ttl_s * 1000
         self._empty_ttl = empty_ttl_s * 1000
         self._max_items = max_items
         self._max_session_bytes = max_session_bytes
-        self._server = Server(url, max_connections=max_connections, wait_replicas=wait_replicas)
+        self._server = server
 
     async def open(self) -> None:
         """Load the functions. Raises StoreUnavailable, or StoreError if the server is too old for them."""
@@ -99,20 +93,7 @@ class Store:
         With ``changes`` the last messages come too, for who missed some.
         """
         reply = await self._call(session_id, "watch", *self._ttls, self.replica_id, int(changes))
-        if reply[0] == b"gone":
-            return None
-        fields, response = _pairs(reply[1]), _pairs(reply[3])
-        return SessionState(
-            owner=Principal(fields["tenant"].decode(), fields["user"].decode()),
-            created_ms=int(fields["created"]),
-            model=fields["model"].decode(),
-            settings=msgspec.json.decode(fields["settings"], type=SessionSettings),
-            version=int(fields["version"]),
-            item_count=reply[2],
-            running=_running(response, reply[4], reply[5]) if "id" in response else None,
-            queued=_queued(response, reply[6]) if "q_id" in response else None,
-            changes=tuple(reply[7]),
-        )
+        return None if reply[0] == b"gone" else SessionState.of(reply)
 
     async def unwatch(self, session_id: str) -> None:
         """Stop listening."""
@@ -124,7 +105,7 @@ class Store:
         None, here and below, for one that the store does not answer for now.
         """
         replies = await self._ask_each(session_ids, "renew", *self._ttls, self.replica_id)
-        return [_held(reply) for reply in replies]
+        return [None if reply is None else Held.of(reply) for reply in replies]
 
     async def unwatched_ms(self, session_ids: Sequence[str]) -> list[int | None]:
         """For how long nobody has listened to each of these sessions, on any replica; -1 if somebody does."""
@@ -154,28 +135,12 @@ class Store:
 
     async def held(self, session_ids: Sequence[str]) -> list[Held | None]:
         """What the store holds of each session (version -1: it is not there)."""
-        return [_held(reply) for reply in await self._ask_each(session_ids, "held")]
+        replies = await self._ask_each(session_ids, "held")
+        return [None if reply is None else Held.of(reply) for reply in replies]
 
     async def restore(self, session_id: str, snapshot: Snapshot) -> bool:
         """Write a session again that the store lost; False if it holds that or something newer, or it was deleted."""
-        fields = {
-            "tenant": snapshot.owner.tenant,
-            "user": snapshot.owner.user,
-            "model": snapshot.model,
-            "settings": to_wire(snapshot.settings),
-            "created": snapshot.created_ms,
-        }
-        items = {item.id: encode_item(item) for item in snapshot.items}
-        lists = (fields, items, _replies(snapshot.items), snapshot.response)
-        reply = await self._call(
-            session_id,
-            "session_restore",
-            *self._ttls,
-            self.replica_id,
-            snapshot.version,
-            *(value for pairs in lists for value in (len(pairs) * 2, *(x for pair in pairs.items() for x in pair))),
-            snapshot.text.encode(),
-        )
+        reply = await self._call(session_id, "session_restore", *self._ttls, self.replica_id, *snapshot.arguments())
         return bool(reply[0] == b"ok")
 
     async def holds(self, session_id: str, token: str) -> bool:
@@ -222,15 +187,7 @@ class Store:
             known,
             self._max_session_bytes,
         )
-        match reply[0]:
-            case b"gone":
-                return None
-            case b"ok":
-                return Added("ok", message=reply[1])
-            case b"duplicate":
-                return Added("duplicate", previous=_text(reply[1]))
-            case kind:
-                return Added(kind.decode())
+        return None if reply[0] == b"gone" else Added.of(reply)
 
     async def get_item(self, session_id: str, item_id: str) -> Item | None:
         """One item as it is stored."""
@@ -283,7 +240,7 @@ class Store:
         reply = await self._call(session_id, "items_last", count)
         if reply[0] == b"gone":
             return None
-        return int(reply[1]), _text(reply[2]), [decode_item(raw) for raw in reply[3] if raw]
+        return int(reply[1]), text_of(reply[2]), [decode_item(raw) for raw in reply[3] if raw]
 
     async def answer(self, session_id: str, response_id: str) -> tuple[int, Response | None] | None:
         """A response that ended (None if nothing is known of it), and the version at which it was read."""
@@ -292,7 +249,7 @@ class Store:
             return None
         response = None
         if reply[3]:
-            response = ended_response(decode_item(reply[3]), previous=_text(reply[2]), kept=reply[4] == b"1")
+            response = ended_response(decode_item(reply[3]), previous=text_of(reply[2]), kept=reply[4] == b"1")
         return int(reply[1]), response
 
     # --- responses
@@ -336,21 +293,7 @@ class Store:
             known,
             self._max_session_bytes,
         )
-        match reply[0]:
-            case b"gone":
-                return None
-            case b"ok":
-                return BeginReply("ok", tuple(reply[1]), items=_items(reply[3]), binding=_binding(reply[2]))
-            case b"queued":
-                wish = Cut(int(reply[3])) if reply[3] else None
-                return BeginReply("queued", tuple(reply[1]), response_id=reply[2].decode(), wish=wish)
-            case b"duplicate":
-                response_id, _, item_id = reply[1].decode().partition(" ")
-                return BeginReply("duplicate", response_id=response_id, item_id=item_id)
-            case b"active":
-                return BeginReply("active", response_id=reply[1].decode())
-            case kind:
-                return BeginReply(kind.decode())
+        return None if reply[0] == b"gone" else BeginReply.of(reply)
 
     async def bind(self, session_id: str, read: Binding | None, new: Binding) -> Binding | None:
         """Bind the session to ``new`` if its binding is still ``read``; the binding that holds now."""
@@ -450,16 +393,7 @@ class Store:
         reply = await self._call(
             session_id, "take_over", *self._ttls, self.replica_id, read_token, new_token, new_epoch, reason
         )
-        if reply[0] != b"ok":
-            return None
-        return TakenOver(
-            message=reply[1],
-            text=reply[2].decode(),
-            wish=None if reply[3] is None else Cut(int(reply[3])),
-            attempts=reply[4],
-            binding=_binding(reply[5]),
-            items=_items(reply[6]),
-        )
+        return TakenOver.of(reply) if reply[0] == b"ok" else None
 
     async def note_attempt(
         self, session_id: str, token: str, attempts: int, length: int, reason: str, *, known: int = -1
@@ -481,63 +415,6 @@ class Store:
         reply = await self._call(session_id, "hand_over", *self._ttls, self.replica_id, token, new_token, known)
         return bytes(reply[1]) if reply[0] == b"ok" else None
 
-    # --- running answers, over all sessions
-
-    async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
-        """Say that this replica makes, or is about to make, an answer of each of these sessions."""
-        if session_ids:
-            await self._server.run("ZADD", keys.RUNNING, *(x for id in session_ids for x in (now_ms, id)))
-
-    async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
-        """Sessions that may have a running answer whose owner last said so before then."""
-        found = await self._server.run("ZRANGEBYSCORE", keys.RUNNING, "-inf", before_ms, "LIMIT", 0, most)
-        return [member.decode() for member in found]
-
-    async def forget_running(self, session_id: str) -> None:
-        """Nothing runs in this session. Harmless if that has changed meanwhile: an owner says it again."""
-        await self._server.run("ZREM", keys.RUNNING, session_id)
-
-    async def wake(self, session_id: str, now_ms: int) -> None:
-        """Ask another replica that lives to look at a session, whose answer nobody makes."""
-        found = await self._server.run("ZRANGEBYSCORE", keys.REPLICAS, now_ms - LEASE_MS, "+inf")
-        others = [member.decode() for member in found if member.decode() != self.replica_id]
-        if others:
-            await self._server.run("PUBLISH", keys.inbox(random.choice(others)), messages.wake(session_id))
-
-    # --- replicas
-
-    async def renew_lease(self, now_ms: int) -> None:
-        """Say that this replica lives. Raises StoreUnavailable, as a durable call, if too few replicas follow."""
-        await self._server.run_many(
-            ("SET", keys.replica(self.replica_id), now_ms, "PX", LEASE_MS),
-            ("ZADD", keys.REPLICAS, now_ms, self.replica_id),
-            ("ZREMRANGEBYSCORE", keys.REPLICAS, "-inf", now_ms - 60_000),
-            durable=keys.REPLICAS,
-        )
-
-    async def drop_lease(self) -> None:
-        """Say that this replica is gone, so that others need not wait for the lease to run out."""
-        await self._server.run_many(("DEL", keys.replica(self.replica_id)), ("ZREM", keys.REPLICAS, self.replica_id))
-
-    async def forget_replicas(self) -> None:
-        """Every other replica is gone for sure, lease or not: the store is ours alone."""
-        gone = [member.decode() for member in await self._server.run("ZRANGE", keys.REPLICAS, 0, -1)]
-        if gone:
-            await self._server.run_many(
-                *(("DEL", keys.replica(replica_id)) for replica_id in gone), ("ZREM", keys.REPLICAS, *gone)
-            )
-
-    async def is_alive(self, replica_id: str) -> bool:
-        """Whether a replica's lease holds."""
-        return bool(await self._server.run("EXISTS", keys.replica(replica_id)))
-
-    def inbox(self) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Hear what other replicas tell this one, from the moment when the block is entered.
-
-        Raises StoreUnavailable when the subscription breaks.
-        """
-        return self._server.subscribe(keys.inbox(self.replica_id))
-
     # --- private
 
     @property
@@ -558,54 +435,3 @@ class Store:
         if isinstance(reply, list) and reply[0] == b"behind":
             raise StoreBehind("The store lost changes of this session.")
         return reply
-
-
-def _pairs(flat: list[bytes]) -> dict[str, bytes]:
-    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-
-def _held(reply: list[Any] | None) -> Held | None:
-    return None if reply is None else Held(int(reply[0]), reply[1])
-
-
-def _text(value: bytes | None) -> str | None:
-    return value.decode() if value else None
-
-
-def _binding(reply: list[bytes | None]) -> Binding | None:
-    engine, epoch = reply
-    return Binding(engine.decode(), (epoch or b"").decode()) if engine else None
-
-
-def _items(reply: list[bytes | None]) -> tuple[Item, ...]:
-    return tuple(decode_item(raw) for raw in reply if raw)
-
-
-def _replies(items: Sequence[Item]) -> dict[str, str]:
-    """Which item is answered by which response and item, and which item a response left."""
-    found = {}
-    for item in items:
-        if isinstance(item.response_id, str):
-            if isinstance(item.in_reply_to, str):
-                found[item.in_reply_to] = f"{item.response_id} {item.id}"
-            if item.status != "in_progress":
-                found[f">{item.response_id}"] = item.id
-    return found
-
-
-def _queued(fields: dict[str, bytes], previous: bytes | None) -> QueuedState:
-    begun = msgspec.json.decode(fields["q_begun"], type=Begun)
-    return QueuedState(begun, _text(previous), fields["q_token"].decode())
-
-
-def _running(fields: dict[str, bytes], text: bytes, previous: bytes | None) -> RunningState:
-    later = msgspec.json.decode(b"[%b]" % fields.get("later", b""), type=tuple[tuple[str, int], ...])
-    return RunningState(
-        later_epochs=later,
-        begun=msgspec.json.decode(fields["begun"], type=Begun),
-        previous=_text(previous),
-        token=fields["token"].decode(),
-        replica=fields["replica"].decode(),
-        text=text.decode(),
-        wish=Cut(int(fields["cancel"])) if "cancel" in fields else None,
-    )

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from chat_server import answers, hub
-from chat_server.answers import Answers
+from chat_server import comparing, restoring
 from chat_server.engine.simulated import answer_for
+from chat_server.restoring import Restorer
 from chat_server.settings import Secret
 from chat_server.store.embedded import EmbeddedValkey
 from tests.support.copies import Copies, copies_of
@@ -38,17 +38,17 @@ Looks = Callable[[int], Awaitable[None]]
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     """No replica looks by itself whether the store lost something; ``looks(0)`` makes the first one do it."""
-    found: list[Answers] = []
-    check = Answers.check_kept
+    found: list[Restorer] = []
+    check = Restorer.check_kept
 
-    async def noted(self: Answers) -> None:
+    async def noted(self: Restorer) -> None:
         if self not in found:
             found.append(self)
 
     async def look(number: int) -> None:
         await check(found[number])
 
-    monkeypatch.setattr(Answers, "check_kept", noted)
+    monkeypatch.setattr(Restorer, "check_kept", noted)
     return look
 
 
@@ -92,7 +92,7 @@ async def test_an_end_that_was_lost_while_the_store_was_away_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fail-over may take longer than an end is kept while all is well: the answer is not made a second time."""
-    monkeypatch.setattr(answers, "_KEEP_ENDED_S", 0.5)
+    monkeypatch.setattr(restoring, "_KEEP_ENDED_S", 0.5)
     valkey = EmbeddedValkey(tmp_path)
     try:
         url = await valkey.start()
@@ -242,7 +242,7 @@ async def test_a_session_that_is_lost_whole_in_mid_answer_goes_on(tmp_path: Path
 
 async def test_a_session_that_nobody_can_write_again_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while, in which it might have come back: so long, who asks for it is told to try again."""
-    monkeypatch.setattr(hub, "_RESTORE_S", 2.0)
+    monkeypatch.setattr(comparing, "RESTORE_S", 2.0)
     async with (
         two_replicas(tmp_path, simulated=SLOW) as (first, second),
         first.connect() as client,

@@ -26,6 +26,7 @@ from chat_server.errors import ClientError
 from chat_server.hub import Hub
 from chat_server.settings import Limits, Settings, parse_api_keys
 from chat_server.store.redis import Store
+from chat_server.store.server import Server
 from tests.support.server import RunningServer, running_server
 from tests.support.ws import WsClient
 
@@ -330,7 +331,7 @@ async def test_the_probe_of_a_handshake_that_would_be_let_in(server: RunningServ
 async def test_there_is_nothing_to_say_before_an_engine_told_its_models() -> None:
     """503 while no engine was reached yet; with a model that is being loaded, its name is enough."""
     settings = Settings()
-    store = Store("redis://127.0.0.1:1", "replica_1", ttl_s=1, empty_ttl_s=1, max_items=1, max_session_bytes=1)
+    store = Store(Server("redis://127.0.0.1:1"), "replica_1", ttl_s=1, empty_ttl_s=1, max_items=1, max_session_bytes=1)
     hub = Hub(settings, store)
     scope = {"type": "websocket", "scheme": "ws", "path": "/v1/realtime", "query_string": b"", "headers": []}
     async with open_http() as http:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from chat_server.app import Server
+from chat_server.app import WebServer
 from chat_server.edge.head import MAX_HEAD_BYTES, HttpProtocol
 
 pytestmark = pytest.mark.server
@@ -43,7 +43,7 @@ async def dialled() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
         access_log=False,
         timeout_keep_alive=5,
     )
-    server = Server(config)
+    server = WebServer(config)
     serving = asyncio.create_task(server.run_until_told())
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", (await server.address())[1])

@@ -22,7 +22,7 @@ import websockets.asyncio.client
 from starlette.types import Receive, Scope, Send
 from websockets.exceptions import ConnectionClosed
 
-from chat_server.app import Server
+from chat_server.app import WebServer
 from chat_server.edge import socket as socket_module
 from chat_server.edge.socket import SCOPE_KEY, SocketProtocol, socket_protocol
 from tests.support.slow_reader import SlowReader, slow_reader
@@ -53,7 +53,7 @@ async def listening(app: App, **settings: Any) -> AsyncIterator[int]:
     """uvicorn with our protocol, on a free port."""
     options: dict[str, Any] = {"ws": socket_protocol(BUFFER), "ws_per_message_deflate": False, **settings}
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False, **options)
-    server = Server(config)
+    server = WebServer(config)
     serving = asyncio.create_task(server.run_until_told())
     try:
         yield (await server.address())[1]

@@ -19,6 +19,7 @@ import click
 from chat_server.answers import Answers
 from chat_server.hub import Hub
 from chat_server.lease import Lease
+from chat_server.restoring import Restorer
 from chat_server.store.committer import Committer, Writer
 from tests.model import runs
 
@@ -77,9 +78,9 @@ MUTANTS = {
     "commits without a look at the token": Mutant(("if held[1] ~= args[4] then return {'refused'} end", "")),
     "a take-over without a look at the token": Mutant(("if held[2] ~= args[5] then return {'refused'} end", "")),
     "a take-over without a look at the lease": Mutant(patch=_does(Lease, "lives", _no)),
-    "nobody takes over": Mutant(patch=_does(Answers, "_take_over", _nothing)),
-    "an owner writes nothing again": Mutant(patch=_does(Answers, "_restore", _no)),
-    "an end is not kept": Mutant(patch=_does(Answers, "_ended", _Nothing())),
+    "nobody takes over": Mutant(patch=_does(Answers, "take_over", _nothing)),
+    "an owner writes nothing again": Mutant(patch=_does(Restorer, "restore", _no)),
+    "an end is not kept": Mutant(patch=_does(Restorer, "_ended", _Nothing())),
     "what is written again has no text": Mutant(
         ("if args[at] ~= '' then redis.call('SET', keys[TEXT], args[at]) end", "")
     ),

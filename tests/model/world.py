@@ -13,20 +13,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from chat_server.answers import Answers
-from chat_server.commands import Commands
+from chat_server import app
 from chat_server.core import close_codes
 from chat_server.edge.auth import Keys
 from chat_server.edge.gate import Gate
 from chat_server.edge.realtime import Realtime
 from chat_server.engine.fleet import Fleet
 from chat_server.errors import StoreError
-from chat_server.hub import Hub
 from chat_server.settings import EngineAddress, Limits, Secret, Settings
-from chat_server.store.committer import Committer
 from chat_server.store.messages import ResponseEnded, decode
 from chat_server.store.redis import Store
-from chat_server.turn import Conductor
 from tests.model.client import Answer, Client
 from tests.model.engines import URLS, EngineClient, Engines
 from tests.model.network import Copy, Link, ModelServer, Network, Valkey, Weather
@@ -64,16 +60,6 @@ def _heard(hear: Callable[[logging.LogRecord], None]) -> Iterator[None]:
         logger.level, logger.propagate = before
 
 
-class _Store(Store):
-    """The real one, on the model's server."""
-
-    def __init__(self, server: ModelServer, replica_id: str) -> None:
-        super().__init__(
-            "unix:///nowhere", replica_id, ttl_s=10**6, empty_ttl_s=10**6, max_items=10_000, max_session_bytes=1 << 30
-        )
-        self._server = server
-
-
 class Replica:
     """One server process: all of it that is above the sockets and below the store's connections is the real one."""
 
@@ -85,19 +71,18 @@ class Replica:
         self.link = Link(self.id, self.loop)
         world.network.links[self.id] = self.link
         client = EngineClient(world.engines, self.id)
-        self.store = _Store(ModelServer(world.network, self.link), self.id)
-        self.fleet = Fleet([EngineAddress(url) for url in URLS], client)
-        self.hub = Hub(_SETTINGS, self.store)
-        self.committer = Committer(self.store)
-        conductor = Conductor(
-            store=self.store, committer=self.committer, fleet=self.fleet, client=client, limits=_SETTINGS.limits
+        self.store = Store(
+            ModelServer(world.network, self.link),
+            self.id,
+            ttl_s=10**6,
+            empty_ttl_s=10**6,
+            max_items=10_000,
+            max_session_bytes=1 << 30,
         )
-        self.answers = Answers(
-            hub=self.hub, store=self.store, committer=self.committer, conductor=conductor, limits=_SETTINGS.limits
-        )
-        commands = Commands(hub=self.hub, store=self.store, answers=self.answers, limits=_SETTINGS.limits)
-        gate = Gate(_SETTINGS, Keys(()), self.fleet, self.hub)
-        self.realtime = Realtime(_SETTINGS, gate, self.hub, commands, conductor)
+        self.parts = app.Replica(_SETTINGS, self.store, Fleet([EngineAddress(url) for url in URLS], client), client)
+        self.hub = self.parts.hub
+        gate = Gate(_SETTINGS, Keys(()), self.parts.fleet, self.hub)
+        self.realtime = Realtime(_SETTINGS, gate, self.hub, self.parts.commands, self.parts.conductor)
         self.connections: set[asyncio.Task[None]] = set()
         self._main = self.loop.create_task(self._run(), name=self.id)
 
@@ -107,7 +92,7 @@ class Replica:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for work in (self.fleet.run(), self.committer.run(), self.hub.run(), self.answers.run()):
+            for work in self.parts.works():
                 tasks.create_task(work)
 
     def serve(self, connection: Coroutine[Any, Any, None], name: str) -> None:
@@ -141,11 +126,11 @@ class Replica:
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(5.0):
-                await self.answers.hand_over()
+                await self.parts.answers.hand_over()
         except TimeoutError:
             pass
         for live in self.hub.sessions:
-            live.close_connections(close_codes.RESTART, "this replica goes away")
+            live.connections.close(close_codes.RESTART, "this replica goes away")
         if self.connections:
             await asyncio.wait(self.connections, timeout=5.0)
         for connection in self.connections:
@@ -153,7 +138,7 @@ class Replica:
         self._main.cancel()
         await asyncio.wait([self._main])
         with suppress(StoreError):
-            await self.store.drop_lease()
+            await self.store.replicas.drop_lease()
         self.world.trace(f"{self.id} is gone in order")
         self.world.kill(self)
 

@@ -16,6 +16,7 @@ from chat_server.store import keys, messages
 from chat_server.store.messages import AnyChange
 from chat_server.store.redis import Store
 from chat_server.store.replies import BeginReply, Cut, TextCommit
+from chat_server.store.server import Server
 from tests.core.answers import begun
 
 ANN = Principal("acme", "ann")
@@ -37,10 +38,19 @@ TEXTS = [
 ]
 
 
-def store_at(url: str, replica_id: str | None = None, **how: Any) -> Store:
+def store_at(
+    url: str, replica_id: str | None = None, *, max_connections: int = 64, wait_replicas: int = 0, **limits: Any
+) -> Store:
     """A store as one replica sees it."""
-    settings = {"ttl_s": TTL_S, "empty_ttl_s": EMPTY_TTL_S, "max_items": MAX_ITEMS, "max_session_bytes": 1 << 30, **how}
-    return Store(url, replica_id or new_id("replica"), **settings)
+    server = Server(url, max_connections=max_connections, wait_replicas=wait_replicas)
+    limits = {
+        "ttl_s": TTL_S,
+        "empty_ttl_s": EMPTY_TTL_S,
+        "max_items": MAX_ITEMS,
+        "max_session_bytes": 1 << 30,
+        **limits,
+    }
+    return Store(server, replica_id or new_id("replica"), **limits)
 
 
 async def new_session(store: Store) -> str:

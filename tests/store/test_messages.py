@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
-import redis.asyncio
 
 from chat_server.core.items import SessionSettings
-from chat_server.errors import StoreUnavailable
-from chat_server.store import keys, messages
+from chat_server.store import messages
 from chat_server.store.messages import ItemGone, Text
 from chat_server.store.redis import Store
 from tests.store.sessions import (
@@ -39,7 +36,7 @@ async def test_changes_and_text_are_told_to_all_that_listen_but_the_writer(store
         await store.watch(session_id)
     await left.unwatch(session_id)
     async with AsyncExitStack() as stack:
-        inboxes = [await stack.enter_async_context(store.inbox()) for store in several]
+        inboxes = [await stack.enter_async_context(store.replicas.inbox()) for store in several]
         first = item("Grüezi\n")
         added = await writer.add_item(session_id, first, None)
         asked, begun_ = await begin(writer, session_id)
@@ -62,37 +59,6 @@ async def test_changes_and_text_are_told_to_all_that_listen_but_the_writer(store
             await store.watch(session_id)
             marker = await two.update_session(session_id, state.version, MODEL, SessionSettings())
             assert await anext(inbox) == marker  # nothing came before it
-
-
-async def test_an_inbox_listens_from_the_moment_it_is_there(
-    stores: Callable[..., Store], raw: redis.asyncio.Redis
-) -> None:
-    """What is told right after it was opened is heard."""
-    for _ in range(20):
-        store = stores()
-        async with store.inbox() as inbox:
-            assert await raw.publish(keys.inbox(store.replica_id), b"hello") == 1
-            assert await anext(inbox) == b"hello"
-
-
-async def test_an_inbox_that_lost_its_connection_says_so(
-    stores: Callable[..., Store], raw: redis.asyncio.Redis
-) -> None:
-    """It is not renewed without a word: what was said meanwhile is not known."""
-    store = stores()
-    async with store.inbox() as inbox:
-        waiting = asyncio.ensure_future(anext(inbox))
-        await asyncio.sleep(0)
-        pipe = raw.pipeline(transaction=False)
-        pipe.client_kill_filter(_type="pubsub")
-        pipe.publish(keys.inbox(store.replica_id), b"missed")
-        await pipe.execute()
-        with pytest.raises(StoreUnavailable):
-            async with asyncio.timeout(5):
-                await waiting
-    async with store.inbox() as inbox:
-        await raw.publish(keys.inbox(store.replica_id), b"heard")
-        assert await anext(inbox) == b"heard"
 
 
 # --- how it is written

@@ -110,13 +110,13 @@ async def test_a_cluster_does_all_that_one_server_does(cluster: Cluster, stores:
     assert await store.session_count(ANN, 10_000_000) == 3
     await store.ping()
     other = stores()
-    await store.renew_lease(1_000_000)
-    assert await other.is_alive(store.replica_id)
-    await other.forget_replicas()
-    assert not await other.is_alive(store.replica_id)
-    await store.renew_lease(1_000_000)
-    await store.drop_lease()
-    assert not await other.is_alive(store.replica_id)
+    await store.replicas.renew_lease(1_000_000)
+    assert await other.replicas.is_alive(store.replica_id)
+    await other.replicas.forget_all()
+    assert not await other.replicas.is_alive(store.replica_id)
+    await store.replicas.renew_lease(1_000_000)
+    await store.replicas.drop_lease()
+    assert not await other.replicas.is_alive(store.replica_id)
 
 
 async def test_every_node_hears_what_any_node_tells(cluster: Cluster, stores: Callable[..., Store]) -> None:
@@ -125,7 +125,7 @@ async def test_every_node_hears_what_any_node_tells(cluster: Cluster, stores: Ca
     sessions = await sessions_on_each(cluster, teller)
     for _ in range(8):  # each subscription is on a node drawn by chance
         listener = stores()
-        async with listener.inbox() as inbox:
+        async with listener.replicas.inbox() as inbox:
             for session_id in sessions:
                 await listener.watch(session_id)
                 added = await teller.add_item(session_id, item(), None)
@@ -295,14 +295,14 @@ async def test_sentinel_names_the_new_server(tmp_path: Path, daemons: int) -> No
         session_id = await new_session(one)
         asked, _ = await begin(one, session_id)
         await one.commit([commit(session_id, asked, "Hello")])
-        async with two.inbox() as inbox:
+        async with two.replicas.inbox() as inbox:
             await watched.server.end(signal.SIGKILL)
             with pytest.raises(StoreUnavailable):
                 await anext(inbox)
         more = commit(session_id, asked, "!", "Hello")
         assert await as_soon_as_it_can(lambda: put(one, more)) == "ok"
         await two.watch(session_id)
-        async with two.inbox() as inbox:
+        async with two.replicas.inbox() as inbox:
             message = await end(one, session_id, asked, "Hello!", stored="Hello!")
             async with asyncio.timeout(5):
                 assert await anext(inbox) == message
@@ -362,7 +362,7 @@ async def test_a_machine_that_falls_silent_is_left(tmp_path: Path, monkeypatch: 
         async def listen() -> None:
             while True:
                 with suppress(StoreUnavailable):
-                    async with two.inbox() as inbox:
+                    async with two.replicas.inbox() as inbox:
                         await two.watch(session_id)
                         subscribed.set()
                         async for message in inbox:
@@ -470,12 +470,12 @@ async def test_a_store_with_too_few_replicas_is_away_and_says_so_once(
         session_id = await new_session(store)
         for _ in range(2):
             caplog.clear()
-            await as_soon_as_it_can(lambda: store.renew_lease(1))
+            await as_soon_as_it_can(lambda: store.replicas.renew_lease(1))
             await replica.end(signal.SIGKILL)
             caplog.clear()
             for _ in range(2):
                 with pytest.raises(StoreUnavailable, match="too few"):
-                    await store.renew_lease(1)
+                    await store.replicas.renew_lease(1)
             with pytest.raises(StoreUnavailable, match="too few"):
                 await begin(store, session_id)
             assert [record.levelname for record in caplog.records] == ["WARNING"]

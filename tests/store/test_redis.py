@@ -13,7 +13,6 @@ from chat_server.core.placement import Binding
 from chat_server.core.principal import Principal
 from chat_server.errors import StoreBehind, StoreError
 from chat_server.store import keys
-from chat_server.store import redis as store_module
 from chat_server.store.messages import ItemGone, ItemPut, ResponseBegan, ResponseEnded, SettingsChanged
 from chat_server.store.redis import Store
 from tests.store.sessions import (
@@ -330,26 +329,6 @@ async def test_a_long_conversation_is_read_whole(stores: Callable[..., Store], r
     assert reply is not None
     assert reply[2] == many
     assert (await begin(store, session_id))[1].items == tuple(many)
-
-
-# --- leases
-
-
-async def test_a_replica_lives_as_long_as_it_says(stores: Callable[..., Store], raw: redis.asyncio.Redis) -> None:
-    """Its lease ends by itself, at its own end, or when another knows that it is gone."""
-    one, two, three = stores("replica_a"), stores("replica_b"), stores("replica_c")
-    assert not await two.is_alive("replica_a")
-    for store in (one, two):
-        await store.renew_lease(1_000_000)
-    assert await two.is_alive("replica_a")
-    assert 0 < await raw.pttl(keys.replica("replica_a")) <= store_module.LEASE_MS
-    await one.drop_lease()
-    assert not await two.is_alive("replica_a")
-    assert await one.is_alive("replica_b")
-    await three.forget_replicas()
-    assert not await one.is_alive("replica_b")
-    await three.renew_lease(1_000_000 + 60_001)
-    assert await raw.zrange(keys.REPLICAS, 0, -1) == [b"replica_c"]
 
 
 # --- lives

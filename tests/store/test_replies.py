@@ -341,7 +341,7 @@ async def test_the_first_wish_to_stop_counts_and_stays(stores: Callable[..., Sto
     session_id = await new_session(owner)
     asked, _ = await begin(owner, session_id)
     assert await owner.commit([commit(session_id, asked, "Hello")]) == ["ok"]
-    async with owner.inbox() as inbox:
+    async with owner.replicas.inbox() as inbox:
         assert await other.cancel(session_id, asked.id, 3) == Cut(3)
         assert messages.decode(await anext(inbox)) == Cancel(session_id, asked.id, 3)
     assert await owner.cancel(session_id, asked.id, 5) == Cut(3)

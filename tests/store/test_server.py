@@ -72,13 +72,13 @@ async def test_a_store_that_is_away_is_unavailable_and_comes_back(tmp_path: Path
             lambda: store.get_item(session_id, first.id),
             lambda: store.commit([commit(session_id, asked, "!", "Hello")]),
             lambda: end(store, session_id, asked, "Hello"),
-            lambda: store.renew_lease(1),
+            lambda: store.replicas.renew_lease(1),
             lambda: store.session_count(ANN, 1),
         ):
             with pytest.raises(StoreUnavailable):
                 await operation()
         with pytest.raises(StoreUnavailable):
-            async with store.inbox():
+            async with store.replicas.inbox():
                 pass
         await valkey.start()
         assert await store.watch(session_id) == before
