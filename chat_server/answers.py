@@ -110,6 +110,8 @@ class Answers:
         live.turn = turn
         if wish is not None:
             turn.stop(wish)
+        if live.wish is not None and live.wish[0] == response.id:
+            turn.stop(live.wish[1])
         self._hub.spawn(self._run(live, turn), name=f"turn {response.id}")
 
     async def take_over(self, live: LiveSession, reason: str) -> None:
@@ -119,7 +121,7 @@ class Answers:
             return
         reason = reason if response.length else ""  # nothing was made of it that could move
         token = new_id("token")
-        live.doubted = True  # until it is done: each step may stay without an answer
+        doubted, live.doubted = live.doubted, True  # it may be done without an answer
         taken = await self._store.take_over(live.id, live.response_token, token, new_id("epoch"), reason)
         if taken is None:
             return
@@ -128,8 +130,8 @@ class Answers:
             live.drop()  # the store lost some: what we told is not what we would go on from
             return
         live.conversation = Conversation(taken.items)
+        live.doubted = doubted
         await self._hub.apply_own(live, taken.message)
-        live.doubted = False
         log.info("Session %s: this replica goes on with an answer (%s)", live.id, reason or "it was not begun")
         response.move(State.QUEUED)
         self.start(
@@ -171,9 +173,11 @@ class Answers:
         response = turn.response
         try:
             async with live.lock:
+                doubted, live.doubted = live.doubted, True  # it may be done without an answer
                 message = await self._store.note_attempt(
                     live.id, turn.writer.token, turn.attempts + 1, response.length, reason, known=live.known
                 )
+                live.doubted = doubted
                 if message is not None:
                     await self._hub.apply_own(live, message)
         except StoreError as error:  # it only counts
@@ -211,6 +215,7 @@ class Answers:
                 log.warning("Session %s: an answer could not be handed over: %s", session_id, error)
                 raise
 
+        self._hub.leaving = True
         while lives := {live.id: live for live in self._hub.sessions if live.turn is not None}:
             await self._hub.each(lives, leave)
             await asyncio.sleep(_LEAVE_LOOK_S)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from chat_server.errors import StoreUnavailable
 from chat_server.live import Gap, LiveSession
 from chat_server.store import messages
-from chat_server.store.messages import Change, ResponseEnded
+from chat_server.store.messages import Change
 from chat_server.store.redis import Store
 from chat_server.store.replies import Held, SessionState
 
@@ -95,14 +95,24 @@ async def _catch_up(store: Store, live: LiveSession, state: SessionState) -> boo
         for raw in state.changes:
             change = messages.decode(raw)
             assert isinstance(change, Change), "text is not kept among the changes"
-            if isinstance(change, ResponseEnded) and live.lacks(change):
-                item = await store.get_item(live.id, live.response.item_id if live.response else "")
-                if item is None or not live.take_text(item.text[: change.offset]):
-                    return False
+            length = live.lacks(change)
+            if length is not None and not live.take_text((await _text(store, live, state))[:length]):
+                return False
             live.apply(change)
     except Gap:
         return False
     return live.catch_up(state)
+
+
+async def _text(store: Store, live: LiveSession, state: SessionState) -> str:
+    """What is stored of the response that we tell: it runs still, or left an item."""
+    response, running = live.response, state.running
+    if response is None:
+        return ""
+    if running is not None and running.begun.id == response.id:
+        return running.text
+    item = await store.get_item(live.id, response.item_id)
+    return "" if item is None else item.text
 
 
 def _await_restored(live: LiveSession) -> bool:

@@ -30,15 +30,15 @@ _LOOK_S = 0.05
 #: seconds before the end of the grace time when what still runs is handed over, at most this part of it.
 _HAND_OVER_S = 5.0
 _HAND_OVER_SHARE = 0.6
-#: of these, what is left for the end of the process, and the least that a hand-over gets.
+#: of these, what is left for the end of the process, at most this part of them.
 _END_S = 1.5
-_LEAST_HAND_OVER_S = 1.0
+_END_SHARE = 0.5
 #: seconds beyond the grace time after which a stop is cut short: it is over before that, unless something hangs.
 AFTER_GRACE_S = 5.0
 
-#: seconds for sockets that do not close when they are told to: this part of the grace time, at least and at most.
+#: seconds for sockets that do not close when they are told to: this part of the grace time, at most.
 _CLOSE_SHARE = 0.2
-_CLOSE_S = (0.2, 1.0)
+_CLOSE_S = 1.0
 
 _REASON = "this server stops: reconnect to go on"
 
@@ -75,8 +75,7 @@ class Leaving:
 
 def close_s(grace_s: float) -> float:
     """Seconds that sockets get to close, after ``drain`` told them to."""
-    least, most = _CLOSE_S
-    return max(least, min(most, grace_s * _CLOSE_SHARE))
+    return min(_CLOSE_S, grace_s * _CLOSE_SHARE)
 
 
 async def drain(sessions: Sessions, hand_over: Callable[[], Awaitable[None]], *, grace_s: float) -> None:
@@ -109,7 +108,7 @@ async def drain(sessions: Sessions, hand_over: Callable[[], Awaitable[None]], *,
     if running:
         log.info("The grace time ends; %d answers are handed over", running)
         try:
-            async with asyncio.timeout(max(hand_over_s - _END_S, _LEAST_HAND_OVER_S)):
+            async with asyncio.timeout(hand_over_s - min(_END_S, hand_over_s * _END_SHARE)):
                 await hand_over()
         except TimeoutError:
             log.warning("Not all answers could be handed over; they go on when our lease is gone")

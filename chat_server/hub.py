@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
@@ -42,6 +42,8 @@ _LOOK_S = 0.005
 _HELD_S = 0.3
 #: seconds without the store after which connections are closed: their clients try another replica.
 _AWAY_S = 30.0
+#: sessions on one server of the store that are looked after at a time: one may wait for its lock for seconds.
+_AT_ONCE = 16
 #: sessions that others ask us to look at; what is left out is found all the same, later.
 _MOST_ASKED = 10_000
 
@@ -58,11 +60,16 @@ class Hub:
         self._tasks: asyncio.TaskGroup | None = None
         self._listening = False
         self._was_ready = asyncio.Event()
+        #: this replica ends, and has no time for what ends with it.
+        self.leaving = False
         #: called when others are heard again, before anything is compared with the store.
         self.when_back: Callable[[], Awaitable[None]] | None = None
         #: sessions that another replica asked us to look at, and that there is something to look at.
         self.asked_for: set[str] = set()
         self.look_now = asyncio.Event()
+        #: others were not heard for a while, until now.
+        self._was_deaf = False
+        self._sweep_now = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -199,7 +206,7 @@ class Hub:
         live.closed = live.turn is None
         live.unload()
         try:
-            if live.watched:
+            if live.watched and not self.leaving:  # else we are soon no watcher of any
                 live.watched = False
                 await self._store.unwatch(live.id)
         except StoreError as error:
@@ -271,7 +278,7 @@ class Hub:
                     self._listening = True
                     self._note_ready()
                     if heard_before:
-                        await self._look_back()
+                        self._look_back()
                     heard_before = True
                     async for raw in inbox:
                         self._hear(raw)
@@ -284,18 +291,12 @@ class Hub:
                 self._listening = False
             await asyncio.sleep(_RETRY_S)
 
-    async def _look_back(self) -> None:
+    def _look_back(self) -> None:
         """Nothing is known of what others told for a while: all sessions are compared with the store."""
         for live in self.sessions:
-            live.doubted = True  # those that can not be compared now are so later
-        if self.when_back is not None:
-            try:
-                await self.when_back()
-            except StoreError as error:
-                log.debug("%s", error)
-            except Exception:
-                log.exception("What was kept of answers could not be checked")
-        await self._compare_doubted()
+            live.doubted = True
+        self._was_deaf = True
+        self._sweep_now.set()
 
     async def _compare_doubted(self) -> None:
         async def compare(session_id: str) -> None:
@@ -321,35 +322,50 @@ class Hub:
                 for live in self.sessions:
                     live.connections.close(close_codes.OVERLOADED, "the store is away")
             return
+        if self._was_deaf:
+            self._was_deaf = False
+            await self._tell_back()
         await self._compare_doubted()
         await comparing.ask(self._store, comparing.due(self.sessions, now))
+
+    async def _tell_back(self) -> None:
+        if self.when_back is None:
+            return
+        try:
+            await self.when_back()
+        except StoreError as error:
+            log.debug("%s", error)
+        except Exception:
+            log.exception("What was kept of answers could not be checked")
 
     # --- what goes on by itself
 
     async def each(self, session_ids: Iterable[str], work: Callable[[str], Awaitable[None]]) -> None:
-        """Do something for each session in turn: the trouble of one keeps it from no other.
+        """Do something for each session, some at a time: the trouble of one keeps it from no other.
 
-        Side by side for those on different servers of the store: when one is away, the rest of its sessions are left.
-        What is known of a session with a trouble of its own can not be used: its clients come back and get what is.
+        When a server of the store is away, the rest of its sessions are left, and only those. What is known of a
+        session with a trouble of its own can not be used: its clients come back and get what is.
         """
-        shards: defaultdict[str, list[str]] = defaultdict(list)
+        shards: defaultdict[str, deque[str]] = defaultdict(deque)
         for session_id in session_ids:
             shards[self._store.shard(session_id)].append(session_id)
 
-        async def go_through(session_ids: list[str]) -> None:
-            for session_id in session_ids:
+        async def go_through(waiting: deque[str]) -> None:
+            while waiting:
+                session_id = waiting.popleft()
                 try:
                     await work(session_id)
                 except StoreUnavailable as error:
                     log.debug("%s", error)
-                    return
+                    waiting.clear()
                 except Exception:
                     log.exception("Session %s: it could not be looked after", session_id)
                     live = self._sessions.get(session_id)
                     if live is not None:
                         live.drop()
 
-        await asyncio.gather(*(go_through(part) for part in shards.values()))
+        lanes = [waiting for waiting in shards.values() for _ in range(min(_AT_ONCE, len(waiting)))]
+        await asyncio.gather(*(go_through(waiting) for waiting in lanes))
 
     async def run(self) -> None:
         """Lease, inbox, ticks, and the tasks given to ``spawn``, until cancelled."""
@@ -358,7 +374,7 @@ class Hub:
                 self._tasks = tasks
                 tasks.create_task(self.every(_TICK_S, self._renew), name="lease")
                 tasks.create_task(self.every(_TICK_S, self._tick), name="ticks")
-                tasks.create_task(self.every(_TICK_S, self._sweep), name="sweep")
+                tasks.create_task(self.every(_TICK_S, self._sweep, sooner=self._sweep_now), name="sweep")
                 tasks.create_task(self._listen(), name="inbox")
         finally:
             self._tasks = None

@@ -35,6 +35,7 @@ from chat_server.core.server_events import (
 from chat_server.store import messages
 from chat_server.store.messages import (
     AnyChange,
+    Change,
     ItemGone,
     ItemPut,
     Next,
@@ -87,6 +88,8 @@ class LiveSession:
         self.response_token = ""
         #: the making of the response, if it is made here.
         self.turn: Turn | None = None
+        #: what somebody wanted stopped last: a response's id, and where. It may be heard before we make that.
+        self.wish: tuple[str, Cut] | None = None
         #: messages that came before one that they follow: the answer to a write of ours and what other replicas tell
         #: come on two ways, and either may be the quicker. Since when there are any (monotonic, as all times here).
         self.held: list[AnyChange | Text] = []
@@ -140,8 +143,8 @@ class LiveSession:
         A store that lost changes says nothing about that.
         """
         turn = self.turn
-        if turn is None or state.version < self.known:
-            return True
+        if turn is None or state.version < self.known or turn.response.outcome is not None:
+            return True  # one that ended was told: only the answer to our write is missing
         if state.running is not None and state.running.token == turn.writer.token:
             return True
         turn.lose()
@@ -152,7 +155,8 @@ class LiveSession:
             self.stop(state.running.begun.id, state.running.wish)
 
     def stop(self, response_id: str, cut: Cut) -> None:
-        """Somebody wants an answer stopped: if it is made here, that is done."""
+        """Somebody wants an answer stopped: if it is made here, that is done; if it will be, it is remembered."""
+        self.wish = response_id, cut
         if self.turn is not None and self.turn.response.id == response_id:
             self.turn.stop(cut)
 
@@ -188,15 +192,19 @@ class LiveSession:
             return self.take_text(running.text)
         return True
 
-    def lacks(self, ended: ResponseEnded) -> bool:
-        """Whether text is missing that was stored before the end of the response that we tell."""
+    def lacks(self, change: Change) -> int | None:
+        """The length that the text must have before a change can be told, if we have less of it."""
         response = self.response
-        return (
-            ended.before == self.version
-            and response is not None
-            and response.id == ended.response
-            and response.length < ended.offset
-        )
+        match change:
+            case ResponseEnded(response=told, offset=offset):
+                pass
+            case ResponseMoved(response=told, epoch=(_, offset)):
+                pass
+            case _:
+                return None
+        if change.before != self.version or response is None or response.id != told or response.length >= offset:
+            return None
+        return offset
 
     def take_text(self, text: str) -> bool:
         """The running response's text as the store holds it; False if that is less than we have told."""

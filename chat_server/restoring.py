@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from chat_server.core.items import to_wire
 from chat_server.core.response import Response, cancelled_in_queue
@@ -18,7 +19,7 @@ from chat_server.live import LiveSession
 from chat_server.store.committer import Committer
 from chat_server.store.messages import end_body
 from chat_server.store.redis import Store
-from chat_server.store.replies import Held, Snapshot
+from chat_server.store.replies import KEEP_ALL, Held, Snapshot
 from chat_server.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,14 @@ _PATIENCE_S = 600.0
 _RETRY_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A session whose answer ended a moment ago (monotonic), and as it was then."""
+
+    at: float
+    snapshot: Snapshot
+
+
 class Restorer:
     """Knows what this replica may have to write again."""
 
@@ -37,8 +46,8 @@ class Restorer:
         self._hub = hub
         self._store = store
         self._committer = committer
-        #: sessions whose answer ended a moment ago, since when (monotonic), and as they were then.
-        self._ended: dict[str, tuple[float, Snapshot]] = {}
+        #: by session.
+        self._ended: dict[str, _Ended] = {}
         hub.when_back = self.check_kept
 
     def refused(self, live: LiveSession, turn: Turn, reply: str) -> None:
@@ -96,12 +105,12 @@ class Restorer:
         if live.turn is not None:
             return await self.restore(live, live.turn)
         if live.id in self._ended:
-            return await self._restore_as(live.id, self._ended[live.id][1])
+            return await self._restore_as(live.id, self._ended[live.id].snapshot)
         return False
 
     def keep_end(self, live: LiveSession) -> None:
         """An answer ended here just now; the session's lock is held, and all of its items are known."""
-        self._ended[live.id] = (time.monotonic(), _snapshot(live, None))
+        self._ended[live.id] = _Ended(time.monotonic(), _snapshot(live, None))
 
     async def check_kept(self) -> None:
         """Whether the store still holds our answers, and those that ended a moment ago.
@@ -109,26 +118,39 @@ class Restorer:
         An end is kept until it was found in the store when it was old enough: a store that is away may come back
         without it.
         """
-        now = time.monotonic()
         makes = {live.id: (live, live.turn) for live in self._hub.sessions if live.turn is not None}
         ended = dict(self._ended)
-        known = {session_id: Held(snapshot.version, 0) for session_id, (_, snapshot) in ended.items()}
+        known = {session_id: Held(kept.snapshot.version, 0) for session_id, kept in ended.items()}
         known |= {live.id: Held(live.known, turn.response.byte_length) for live, turn in makes.values()}
-        held = dict(zip(known, await self._store.held(list(known)), strict=True))
-        lost = {id for id, holds in held.items() if holds is not None and holds.version < known[id].version}
-        for live, turn in makes.values():
-            holds = held[live.id]
-            if live.id in lost:
-                async with live.lock:
-                    await self.restore(live, turn)
-            elif holds is not None and holds.size < known[live.id].size:
-                await self._committer.store_again(turn.writer)
-        for session_id, kept in ended.items():
-            if session_id in lost and session_id not in makes:
-                await self._restore_as(session_id, kept[1])
-            old = now - kept[0] > _KEEP_ENDED_S and held[session_id] is not None
-            if old and self._ended.get(session_id) is kept:
-                del self._ended[session_id]
+        held = {
+            session_id: holds
+            for session_id, holds in zip(known, await self._store.held(list(known)), strict=True)
+            if holds is not None
+        }
+
+        async def check(session_id: str) -> None:
+            knew, holds = known[session_id], held[session_id]
+            if session_id in makes:
+                await self._check_made(*makes[session_id], knew, holds)
+            else:
+                await self._check_ended(session_id, ended[session_id], holds)
+
+        await self._hub.each(held, check)
+
+    async def _check_made(self, live: LiveSession, turn: Turn, knew: Held, holds: Held) -> None:
+        if holds.wish is not None:
+            live.stop(*holds.wish)  # the message that says so may be lost
+        if holds.version < knew.version:
+            async with live.lock:
+                await self.restore(live, turn)
+        elif holds.size < knew.size:
+            await self._committer.store_again(turn.writer)
+
+    async def _check_ended(self, session_id: str, kept: _Ended, holds: Held) -> None:
+        if holds.version < kept.snapshot.version:
+            await self._restore_as(session_id, kept.snapshot)
+        elif time.monotonic() - kept.at > _KEEP_ENDED_S and self._ended.get(session_id) is kept:
+            del self._ended[session_id]
 
 
 def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
@@ -142,8 +164,8 @@ def _snapshot(live: LiveSession, turn: Turn | None) -> Snapshot:
         later = response.epochs[len(response.begun.epochs) :]
         if later:
             fields["later"] = to_wire(later)[1:-1]
-        if turn is not None and turn.cut is not None:
-            fields["cancel"] = str(turn.cut.length)
+        if turn is not None and turn.stopped:
+            fields["cancel"] = str((turn.cut or KEEP_ALL).length)
         # With what is under way: it may be told by an answer of the store that comes only after this.
         text = response.text_under_way()
     queued = live.queued

@@ -17,7 +17,7 @@ from chat_server.restoring import Restorer
 from chat_server.settings import Limits
 from chat_server.store.redis import Store
 from chat_server.store.replicas import LEASE_MS
-from chat_server.store.replies import Cut
+from chat_server.store.replies import KEEP_ALL, Cut
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ _CONFIRM_S = 1.0
 _UNCONFIRMED_MS = LEASE_MS + 500
 #: answers that are looked at in one go.
 _MOST = 1000
-#: more code points than any text has: all of it is kept.
-_ALL = 1 << 53
 
 
 class Supervisor:
@@ -70,9 +68,9 @@ class Supervisor:
         await self._hub.each(asked_for, visit)
         if now - self._confirmed_at > _CONFIRM_S:
             self._confirmed_at = now
+            await self._store.replicas.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
             await self._restorer.check_kept()
             await self._abandon_unwatched()
-            await self._store.replicas.confirm_running([live.id for live in self._hub.sessions if live.turn], now_ms())
         if now - self._looked_at > _LOOK_EVERYWHERE_S:
             # The first time all of them: their owners may be gone for longer than we are here.
             before = now_ms() - _UNCONFIRMED_MS if self._looked_at else now_ms()
@@ -135,7 +133,7 @@ class Supervisor:
 
         async def abandon(session_id: str) -> None:
             turn = left_alone[session_id]
-            wish = None if turn.stopped else await self._store.cancel(session_id, turn.response.id, _ALL)
+            wish = None if turn.stopped else await self._store.cancel(session_id, turn.response.id, KEEP_ALL.length)
             if isinstance(wish, Cut):
                 log.info("Session %s: nobody came back for an answer; it is stopped", session_id)
                 turn.stop(wish)

@@ -94,6 +94,8 @@ class Turn:
         #: somebody wants it stopped; the cut may not be known yet: the end is told it.
         self.stopped = False
         self.cut: Cut | None = None
+        #: the wish to stop it that the store is known to hold.
+        self.wish: Cut | None = None
         #: another replica is to go on with it: it does not end here.
         self.left = False
         self.engine = ""
@@ -121,10 +123,13 @@ class Turn:
     def stop(self, cut: Cut | None, *, stored: bool = True) -> None:
         """Stop the answer, by a wish that the store holds (None: whatever that is), or does not hold yet.
 
-        One that it holds counts; before there is one, the first that came.
+        The first that it held counts, also if it lost that and holds another one now; before there is one, the first
+        that came.
         """
-        if cut is not None and (stored or self.cut is None):
+        if cut is not None and (self.cut is None or (stored and self.wish is None)):
             self.cut = cut
+        if stored:
+            self.wish = cut or self.wish
         if not self.stopped:
             self.stopped = True
             self.abandon()
@@ -392,7 +397,7 @@ class Conductor:
                 rest_offset=response.length,
                 rest=rest,
                 outcome=outcome,
-                cut=turn.cut.length if turn.cut else None,
+                wish=turn.wish,
                 known=await turn.known() if turn.known is not None else -1,
             )
         except StoreBehind:

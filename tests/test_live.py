@@ -58,6 +58,7 @@ class FakeTurn:
 
     def __init__(self) -> None:
         self.writer = SimpleNamespace(token="token_1")
+        self.response = SimpleNamespace(id=BEGUN.id, outcome=None)
         self.lost = 0
 
     def lose(self) -> None:

@@ -522,7 +522,7 @@ async def playing(
     store: random.Random | None = None, options: SimulatedOptions = AT_ONCE
 ) -> AsyncIterator[tuple[Script, list[SimulatedEngine]]]:
     """Three simulated engines behind the real client, which leaves one that is silent for a moment."""
-    deadlines = Deadlines(connect_s=5, headers_s=5, first_s=0.15, silence_s=0.15)
+    deadlines = Deadlines(connect_s=5, headers_s=5, first_s=0.4, silence_s=0.4)
     async with open_http(deadlines) as http, AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(simulated_server(options)) for _ in range(3)]
         client = VllmClient(http, deadlines=deadlines)

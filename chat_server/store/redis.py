@@ -340,12 +340,13 @@ class Store:
         rest_offset: int,
         rest: str,
         outcome: Outcome,
-        cut: int | None = None,
+        wish: Cut | None = None,
         known: int = -1,
     ) -> bytes | Cut | Literal["refused", "missing"]:
         """End a response: item, response, text, binding and version change in one step. The message, or why not.
 
-        ``cut`` is the wish to stop that is carried out; while there is another one, nothing is written: it comes back.
+        ``wish`` is the wish to stop that the caller knows of; while there is another one, nothing is written: it comes
+        back.
         Raises StoreBehind.
         """
         in_reply_to = item.in_reply_to if isinstance(item.in_reply_to, str) else ""
@@ -363,7 +364,7 @@ class Store:
             expected,
             messages.end_body(response_id, rest_offset, rest, outcome),
             int(outcome.keeps_item),
-            "" if cut is None else cut,
+            "" if wish is None else wish.length,
             known,
         )
         if reply[0] == b"ok":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +19,10 @@ class Cut:
     """A wish to stop a response: its text is cut to ``length`` code points, never past what is stored."""
 
     length: int
+
+
+#: a stop that keeps all of the text: no text has so many code points.
+KEEP_ALL = Cut(1 << 53)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +100,19 @@ class QueuedState:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Held:
-    """What the store holds of a session, in short: its version, and the bytes of the running response's text."""
+    """What the store holds of a session, in short: its version, and the bytes of the running response's text.
+
+    ``wish``: the response that somebody wants stopped, and where.
+    """
 
     version: int
     size: int
+    wish: tuple[str, Cut] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, reply: list[Any]) -> Held:
-        return cls(int(reply[0]), reply[1])
+        wish = (reply[2].decode(), Cut(int(reply[3]))) if reply[2] else None
+        return cls(int(reply[0]), reply[1], wish)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,14 @@ async def end(
     whole = Response(asked, previous_item_id=None).make_item("completed", text, outcome)
     rest = text[len(stored) :]
     return await store.end(
-        session_id, asked.id, token, whole, rest_offset=len(stored), rest=rest, outcome=outcome, cut=cut
+        session_id,
+        asked.id,
+        token,
+        whole,
+        rest_offset=len(stored),
+        rest=rest,
+        outcome=outcome,
+        wish=None if cut is None else Cut(cut),
     )
 
 

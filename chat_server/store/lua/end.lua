@@ -1,8 +1,8 @@
 -- The end of a response, in one step: item, response, text, binding's tokens and version; the queued one starts.
 -- ARGV: session id, ttl ms, empty ttl ms, replica, response id, token, item id, item JSON, in reply to ('' for none),
 -- tokens to expect in the engine's cache, body of the message, '1' if the item stays (else its place is given up), the
--- cut that is carried out ('' for none), the version that the caller knows.
--- It writes nothing while there is a wish to stop that it does not carry out.
+-- cut of the wish to stop that the caller knows of ('' for none), the version that the caller knows.
+-- It writes nothing while there is another wish to stop.
 register('finish', function(keys, args)
   local replica, response_id, token, item_id = args[4], args[5], args[6], args[7]
   if is_behind(keys, args[14]) then return {'behind'} end

@@ -21,9 +21,12 @@ register('unwatch', function(keys, args)
   return 'ok'
 end)
 
--- What is held of a session: its version ('-1' if it is gone), and the bytes of the running response's text.
+-- What is held of a session: its version ('-1' if it is gone), the bytes of the running response's text, and its id and
+-- cut if somebody wants it stopped.
 local function held(keys)
-  return {redis.call('HGET', keys[SESSION], 'version') or '-1', redis.call('STRLEN', keys[TEXT])}
+  local wished = redis.call('HMGET', keys[RESPONSE], 'id', 'cancel')
+  return {redis.call('HGET', keys[SESSION], 'version') or '-1', redis.call('STRLEN', keys[TEXT]),
+    wished[2] and wished[1] or false, wished[2]}
 end
 register('held', held)
 
