@@ -30,7 +30,8 @@ from loadtest.chaos_plan import Fates, Pool, Wanted
 from loadtest.chaos_report import CANCEL_ACROSS, CANCEL_SAME, TURNS, Demand, Failure, Tally, conclude, show
 from loadtest.chaos_talk import Talk
 from loadtest.chaos_texts import Violation
-from loadtest.chaos_world import GRACE_S, WorldError, world
+from loadtest.chaos_world import GRACE_S, world
+from loadtest.processes import NotTested
 
 #: violations after which a run is given up: the rest would only repeat them.
 MOST_FAILURES = 20
@@ -58,7 +59,7 @@ class Options:
 
 
 async def run(options: Options, tally: Tally, console: Console) -> None:
-    """One run in a world of its own; what it sees goes into ``tally``. Raises WorldError if it does not come up."""
+    """One run in a world of its own; what it sees goes into ``tally``. Raises NotTested if it does not come up."""
     engine = ["--tokens-per-s", str(options.tokens_per_s), "--words", str(options.words), "--max-model-len", "65536"]
     if options.vary:
         engine.append("--vary")
@@ -259,7 +260,7 @@ def main(mode: str, seed: int | None, vllm: str | None, strict: bool, grace: flo
             asyncio.run(run(half, tally, console))
         if vllm is not None:
             asyncio.run(run_vllm(vllm.rstrip("/"), tally))
-    except WorldError as error:
+    except NotTested as error:
         console.print(f"[red]{error}[/]")
         sys.exit(2)
     except KeyboardInterrupt:

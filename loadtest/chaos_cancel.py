@@ -9,7 +9,8 @@ import aiohttp
 
 from loadtest.chaos_line import Line
 from loadtest.chaos_model import DELTA, Event
-from loadtest.chaos_world import Replica, WorldError
+from loadtest.chaos_world import Replica
+from loadtest.processes import NotTested
 
 ASKED = "Tell me a very long story about a fox and a river."
 #: deltas that are read before the cancel.
@@ -25,7 +26,7 @@ async def measure(
 ) -> tuple[list[float], list[float]]:
     """Seconds from cancel to idle, ``count`` times on the replica that makes the answer and on another one.
 
-    Raises WorldError when an answer does not begin, ends by itself before its cancel, or does not end.
+    Raises NotTested when an answer does not begin, ends by itself before its cancel, or does not end.
     """
     same: list[float] = []
     across: list[float] = []
@@ -34,7 +35,7 @@ async def measure(
             same.append(await _cancel(replicas, engine_url, http, across=False))
             across.append(await _cancel(replicas, engine_url, http, across=True))
     except TimeoutError:
-        raise WorldError(f"An answer of {engine_url} did not begin or end within {PATIENCE_S:.0f} s.") from None
+        raise NotTested(f"An answer of {engine_url} did not begin or end within {PATIENCE_S:.0f} s.") from None
     return same, across
 
 
@@ -67,7 +68,7 @@ async def _cancel(replicas: list[Replica], engine_url: str, http: aiohttp.Client
 async def _until(line: Line, kind: str) -> Event:
     while (event := await line.recv(PATIENCE_S))["type"] != kind:
         if event["type"] == "response.done":
-            raise WorldError(f"An answer ended by itself before its cancel ({event['response']['status']}).")
+            raise NotTested(f"An answer ended by itself before its cancel ({event['response']['status']}).")
     return event
 
 

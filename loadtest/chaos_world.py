@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,70 +13,14 @@ from pathlib import Path
 import aiohttp
 import redis.asyncio as redis_asyncio
 
-from chat_server.children import Child
 from chat_server.store import keys
 from chat_server.store.embedded import find_binary
+from loadtest.processes import READY_S, NotTested, Process, chat_server, free_port
 
-#: seconds until a process that was started must answer.
-READY_S = 30.0
 #: seconds of writes that a store loses, as one that syncs each second and whose host dies.
 LOST_S = 1.0
-
-
 #: seconds that a replica has to end when it is told to, if nothing else is said; most answers take longer.
 GRACE_S = 2.0
-
-
-class WorldError(Exception):
-    """The system did not come up: nothing was tested."""
-
-
-class Process:
-    """One process under a tether, so that it never outlives us; ``kill`` gives it no chance to say a word."""
-
-    def __init__(self, name: str, command: list[str], folder: Path) -> None:
-        self.name = name
-        self._command = command
-        self._folder = folder
-        self._child: Child | None = None
-        self._starts = 0
-
-    async def start(self) -> None:
-        self._starts += 1
-        log = self._folder / f"{self.name}.{self._starts}.log"
-        ours = ("CHAT_SERVER_", "REDIS_URL")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        self._child = await Child.start(self._command, log=log, env=environment, grace_s=2.0)
-
-    async def kill(self) -> float:
-        """``kill -9``, and wait until it is gone. Returns the moment."""
-        return await self._end_by(signal.SIGKILL)
-
-    async def tell_to_stop(self) -> float:
-        """SIGTERM, and wait until it has ended by itself. Returns the seconds that it took."""
-        told_at = await self._end_by(signal.SIGTERM)
-        return time.monotonic() - told_at
-
-    async def _end_by(self, signum: int) -> float:
-        assert self._child is not None, "it was started"
-        children = await asyncio.to_thread(Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text)
-        at = time.monotonic()
-        for pid in children.split():
-            os.kill(int(pid), signum)
-        await self._child.wait()
-        return at
-
-    async def stop(self) -> None:
-        if self._child is not None:
-            await self._child.stop()
-
-    async def why(self) -> str:
-        """The end of its log, for people."""
-        return "\n".join(await self._child.last_lines(15)) if self._child is not None else ""
-
-    @property
-    def runs(self) -> bool:
-        return self._child is not None and self._child.running
 
 
 @dataclass(slots=True)
@@ -123,7 +64,7 @@ class Valkey:
         deadline = time.monotonic() + READY_S
         while not await self._answers():
             if time.monotonic() > deadline or not self.process.runs:
-                raise WorldError(f"Valkey did not start:\n{await self.process.why()}")
+                raise NotTested(f"Valkey did not start:\n{await self.process.why()}")
             await asyncio.sleep(0.01)
         self.up.set()
 
@@ -175,10 +116,10 @@ class World:
         self.replicas = replicas
 
     async def start_replica(self, replica: Replica, http: aiohttp.ClientSession) -> None:
-        """Start a replica and wait until it is ready. Raises WorldError."""
+        """Start a replica and wait until it is ready. Raises NotTested."""
         before = await self._replica_ids()
         await replica.process.start()
-        await _until_ok(http, f"{replica.url}/readyz", replica.process)
+        await replica.process.until_ready(http, f"{replica.url}/readyz")
         new = await self._replica_ids() - before
         replica.id = new.pop() if len(new) == 1 else ""
         replica.up = True
@@ -215,7 +156,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """Start it, and stop all of it at the end; ``others`` are the URLs of engines that run already.
 
-    Raises WorldError, with the log of what did not come up.
+    Raises NotTested, with the log of what did not come up.
     """
     async with AsyncExitStack() as stack:
         valkey = Valkey(folder / "valkey", await asyncio.to_thread(find_binary))
@@ -224,7 +165,7 @@ async def world(
         urls, processes = [], []
         for n in range(engines):
             port = free_port()
-            command = [*_PYTHON, "simulate-engine", "--port", str(port), *engine_options]
+            command = chat_server("simulate-engine", "--port", str(port), *engine_options)
             processes.append(Process(f"engine-{n + 1}", command, folder))
             urls.append(f"http://127.0.0.1:{port}")
         servers = []
@@ -233,17 +174,17 @@ async def world(
             addresses = [
                 part for m, url in enumerate((*urls, *others), 1) for part in ("--engine", f"engine-{m}={url}")
             ]
-            command = [
-                *(*_PYTHON, "serve", "--port", str(port), "--redis", valkey.url, *addresses),
+            command = chat_server(
+                *("serve", "--port", str(port), "--redis", valkey.url, *addresses),
                 *("--data-dir", str(folder), "--log-level", "info", "--drain-grace", str(grace_s)),
-            ]
+            )
             servers.append(Replica(Process(f"replica-{n + 1}", command, folder), f"http://127.0.0.1:{port}"))
         built = World(valkey, processes, urls, servers)
         for process in (*processes, *(server.process for server in servers)):
             stack.push_async_callback(process.stop)
         await asyncio.gather(*(process.start() for process in processes))
         for url, process in zip(urls, processes, strict=True):
-            await _until_ok(http, f"{url}/health", process)
+            await process.until_ready(http, f"{url}/health")
         for server in servers:
             await built.start_replica(server, http)
         sizes = asyncio.create_task(valkey.watch_size())
@@ -252,27 +193,3 @@ async def world(
         finally:
             sizes.cancel()
             await asyncio.gather(*(process.stop() for process in (*processes, *(server.process for server in servers))))
-
-
-_PYTHON = [sys.executable, "-m", "chat_server"]
-
-
-async def _until_ok(http: aiohttp.ClientSession, url: str, process: Process) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and process.runs:
-        try:
-            async with http.get(url) as answer:
-                if answer.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass  # it does not listen yet
-        await asyncio.sleep(0.02)
-    raise WorldError(f"{process.name} did not become ready:\n{await process.why()}")
-
-
-def free_port() -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,14 +1,14 @@
-"""The server and simulated engines as processes of their own, none of which outlives the caller."""
+"""The parts of the system under test as processes of their own, none of which outlives the caller."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
 from pathlib import Path
 
 import aiohttp
@@ -19,79 +19,100 @@ from chat_server.children import Child
 READY_S = 30.0
 
 
-class NotReady(Exception):
-    """A process ended, or was not ready in time; says what it wrote last."""
+class NotTested(Exception):
+    """The system did not come up, or not to where the test begins: nothing was tested."""
 
 
 class Process:
-    """One that runs and is ready. ``url`` is its address without a path."""
+    """One process under a tether, so that it never outlives us; ``kill`` gives it no chance to say a word.
 
-    def __init__(self, child: Child, url: str) -> None:
-        self.url = url
-        # Who started it on our behalf has no other child.
-        self.pid = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
+    Told to ``stop`` it has ``grace_s`` seconds.
+    """
+
+    def __init__(self, name: str, command: list[str], folder: Path, *, grace_s: float = 2.0) -> None:
+        self.name = name
+        self._command = command
+        self._folder = folder
+        self._grace_s = grace_s
+        self._child: Child | None = None
+        self._starts = 0
+
+    async def start(self) -> None:
+        self._starts += 1
+        log = self._folder / f"{self.name}.{self._starts}.log"
+        # What a person has set for their own server is not for this one.
+        ours = ("CHAT_SERVER_", "REDIS_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        self._child = await Child.start(self._command, log=log, env=environment, grace_s=self._grace_s)
+
+    async def until_ready(self, http: aiohttp.ClientSession, url: str) -> None:
+        """Wait until it answers 200 there. Raises NotTested, with the end of its log."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and self.runs:
+            try:
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass  # it does not listen yet
+            await asyncio.sleep(0.02)
+        raise NotTested(f"{self.name} did not become ready:\n{await self.why()}")
+
+    async def kill(self) -> float:
+        """``kill -9``, and wait until it is gone. Returns the moment."""
+        return await self._end_by(signal.SIGKILL)
+
+    async def tell_to_stop(self) -> float:
+        """SIGTERM, and wait until it has ended by itself. Returns the seconds that it took."""
+        told_at = await self._end_by(signal.SIGTERM)
+        return time.monotonic() - told_at
+
+    async def _end_by(self, signum: int) -> float:
+        assert self._child is not None, "it was started"
+        pids = await asyncio.to_thread(self._pids)
+        at = time.monotonic()
+        for pid in pids:
+            os.kill(pid, signum)
+        await self._child.wait()
+        return at
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self._child.stop()
+
+    async def why(self) -> str:
+        """The end of its log, for people."""
+        return "\n".join(await self._child.last_lines(15)) if self._child is not None else ""
 
     @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
+    def runs(self) -> bool:
+        return self._child is not None and self._child.running
 
     def memory(self) -> int:
         """Bytes of memory of its own (resident set; children not counted)."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
+        [pid] = self._pids()
+        status = Path(f"/proc/{pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None, "it has ended"
         return int(found.group(1)) << 10
 
     def cpu_s(self) -> float:
         """Seconds of CPU that it has used so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        [pid] = self._pids()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-
-@asynccontextmanager
-async def engine(folder: Path, model: str, **options: object) -> AsyncIterator[Process]:
-    """A simulated engine; ``options`` are those of ``chat-server simulate-engine``, with underscores."""
-    port = free_port()
-    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = ("simulate-engine", "--port", str(port), "--model", model, *flags)
-    async with _started(command, port, folder / f"engine-{model}.log", "/health") as process:
-        yield process
+    def _pids(self) -> list[int]:
+        """Itself, while it lives: the tether, which started it on our behalf, has no other child."""
+        assert self._child is not None, "it was started"
+        return [
+            int(pid) for pid in Path(f"/proc/{self._child.pid}/task/{self._child.pid}/children").read_text().split()
+        ]
 
 
-@asynccontextmanager
-async def server(folder: Path, engines: Sequence[Process], *flags: str) -> AsyncIterator[Process]:
-    """``chat-server serve`` in front of these engines, with a Valkey of its own and its data in ``folder``."""
-    port = free_port()
-    named = [text for engine in engines for text in ("--engine", engine.url)]
-    command = ("serve", "--port", str(port), "--data-dir", str(folder), "--log-level", "warning", *named, *flags)
-    async with _started(command, port, folder / "server.log", "/readyz") as process:
-        yield process
-
-
-@asynccontextmanager
-async def _started(command: Sequence[str], port: int, log: Path, ready: str) -> AsyncIterator[Process]:
-    # What a person has set for their own server is not for this one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CHAT_SERVER_", "REDIS_"))}
-    url = f"http://127.0.0.1:{port}"
-    whole = (sys.executable, "-m", "chat_server", *command)
-    async with await Child.start(whole, log=log, env=environment, grace_s=15.0) as child:
-        await _wait_ready(child, url + ready)
-        yield Process(child, url)
-
-
-async def _wait_ready(child: Child, url: str) -> None:
-    async with aiohttp.ClientSession() as http:
-        for _ in range(round(READY_S / 0.05)):
-            try:
-                async with http.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass  # it does not listen yet
-            if not child.running:
-                break
-            await asyncio.sleep(0.05)
-    raise NotReady("\n".join([f"Nothing is ready at {url}. Its last lines:", *await child.last_lines(10)]))
+def chat_server(*arguments: str) -> list[str]:
+    """The command line of our program, in this Python."""
+    return [sys.executable, "-m", "chat_server", *arguments]
 
 
 def free_port() -> int:

@@ -15,12 +15,10 @@ import random
 import re
 import resource
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,20 +27,16 @@ import click
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 from chat_server.engine.simulated import answer_for, tokens
-from loadtest.processes import NotReady, Process, engine, server
+from loadtest.processes import NotTested
+from loadtest.slow_report import MAX_FREED_S, MAX_FROZEN_BYTES, MAX_RATIO, Measured, Plan, report
+from loadtest.slow_world import Part, engine, server
 from tests.support.slow_reader import SlowReader, slow_reader
 
 T = TypeVar("T")
-
-#: What is promised.
-MAX_RATIO = 1.2
-MAX_FROZEN_BYTES = 256 << 10
-MAX_FREED_S = 35.0
 
 PACED, LAGGING = "paced", "lagging"
 DELTA = b'{"type":"response.output_text.delta"'
@@ -63,40 +57,6 @@ PATIENCE_S = 60.0
 TRIES = 5
 #: bytes of the receive buffer of the slow ones (the kernel doubles it)
 SLOW_BUFFER = 4 << 10
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What runs side by side. ``slow`` and ``frozen`` are among the ``streams``."""
-
-    streams: int
-    slow: int
-    frozen: int
-    rate: float
-    seconds: float
-    lag_rate: float
-    slow_rate: int
-
-    @property
-    def good(self) -> int:
-        return self.streams - self.slow - self.frozen
-
-
-@dataclass
-class Measured:
-    """One run: the seconds between two pieces of text of the good readers, and what became of the others."""
-
-    gaps: list[float] = field(default_factory=list)
-    server_cpu: float = 0.0
-    #: the longest piece of text that a slow reader got, in code points
-    longest: int = 0
-    freed_s: list[float] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    def percentile(self, percent: float) -> float:
-        """In seconds."""
-        ordered = sorted(self.gaps)
-        return ordered[math.ceil(len(ordered) * percent / 100) - 1]
 
 
 class Start:
@@ -249,11 +209,11 @@ def _check(reader: SlowReader, who: str, measured: Measured) -> None:
 # --- runs
 
 
-async def run_once(plan: Plan, target: Process, *, lag: bool, on_ended: Callable[[], None]) -> Measured:
+async def run_once(plan: Plan, target: Part, *, lag: bool, on_ended: Callable[[], None]) -> Measured:
     """All streams once; with ``lag`` some of them have bad readers, else these read as well as the others."""
     measured, start = Measured(), Start(plan.streams)
     url = target.url.replace("http", "ws", 1) + "/v1/realtime"
-    cpu, began = target.cpu_s(), time.monotonic()
+    cpu, began = target.process.cpu_s(), time.monotonic()
     async with asyncio.TaskGroup() as group:
 
         def begin(reading: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -271,24 +231,24 @@ async def run_once(plan: Plan, target: Process, *, lag: bool, on_ended: Callable
             else:
                 begin(freeze(url, text, start, measured))
         await asyncio.wait(good)
-        measured.server_cpu = (target.cpu_s() - cpu) / (time.monotonic() - began)
+        measured.server_cpu = (target.process.cpu_s() - cpu) / (time.monotonic() - began)
     measured.gaps = [gap for task in good for gap in task.result()]
     return measured
 
 
-async def memory_per_reader(target: Process, rate: float, *, frozen: bool) -> tuple[int, int]:
+async def memory_per_reader(target: Part, rate: float, *, frozen: bool) -> tuple[int, int]:
     """Bytes that one reader, with its session and answer, costs the server: in its process, and in the kernel."""
     url = target.url.replace("http", "ws", 1) + "/v1/realtime"
     for number in range(5):  # what is made once, at the first answers
         await read_well(url, LAGGING, f"Number {number}, in 10 words.", Start(1))
-    before = target.memory(), await kernel_bytes(target.port)
+    before = target.process.memory(), await kernel_bytes(target.port)
     start = Start(MEASURED)
     async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         opening = [lagging(url, wish(rate, 4 * FULL_S, n), start, 1) for n in range(MEASURED)]
         readers = await asyncio.gather(*(stack.enter_async_context(reader) for reader in opening))
         reading = [group.create_task(reader.read_to_the_end()) for reader in readers if not frozen]
         await asyncio.sleep(FULL_S)
-        after = target.memory(), await kernel_bytes(target.port)
+        after = target.process.memory(), await kernel_bytes(target.port)
         for task in reading:
             task.cancel()
         if not all(reader.connected for reader in readers):
@@ -352,58 +312,6 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def report(plan: Plan, runs: dict[str, list[Measured]], memory: dict[str, tuple[int, int]], console: Console) -> int:
-    """Print the table and the verdict; 1 if something that is promised does not hold."""
-    table = Table(
-        title=f"{plan.streams} streams at {plan.rate:g} tokens/s, {len(runs['with'])} runs of each kind, medians",
-        caption=f"with: {plan.slow} of them slow and {plan.frozen} frozen (at {plan.lag_rate:g} tokens/s)",
-    )
-    table.add_column("bad readers", no_wrap=True)
-    for column in ("pieces", "p50 ms", "p99 ms", "of each run", "ratio", "CPU"):
-        table.add_column(column, justify="right")
-    base = _median(runs["without"], 99)
-    for kind, measured in runs.items():
-        table.add_row(
-            kind,
-            str(sum(len(one.gaps) for one in measured)),
-            f"{_median(measured, 50) * 1000:.1f}",
-            f"{_median(measured, 99) * 1000:.1f}",
-            " ".join(f"{one.percentile(99) * 1000:.0f}" for one in measured),
-            f"{_median(measured, 99) / base:.3f}",
-            f"{statistics.median(one.server_cpu for one in measured):.0%}",
-        )
-    console.print(table)
-    freed = [seconds for one in runs["with"] for seconds in one.freed_s]
-    faults = [fault for measured in runs.values() for one in measured for fault in one.faults]
-    longest = max(one.longest for one in runs["with"])
-    ratio, cost = _median(runs["with"], 99) / base, sum(memory["frozen"])
-    process, kernel = (value >> 10 for value in memory["frozen"])
-    checks = [
-        (ratio <= MAX_RATIO, f"others' p99 with bad readers: {ratio:.3f} of that without (at most {MAX_RATIO})"),
-        (
-            cost <= MAX_FROZEN_BYTES,
-            f"a frozen reader costs {cost >> 10} KiB (at most {MAX_FROZEN_BYTES >> 10}): {process} in the server, with "
-            f"its session and answer, and {kernel} in the kernel; one who keeps up costs {sum(memory['good']) >> 10}",
-        ),
-        (
-            max(freed, default=0.0) <= MAX_FREED_S,
-            f"frozen readers were freed after {', '.join(f'{seconds:.1f}' for seconds in freed)} s "
-            f"(at most {MAX_FREED_S:g}), and came back for the rest",
-        ),
-        (
-            not faults,
-            "; ".join(faults) or f"slow readers got every word, in pieces of up to {longest} code points",
-        ),
-    ]
-    for held, text in checks:
-        console.print("[green]held  [/]" if held else "[red]MISSED[/]", text, highlight=False)
-    return 0 if all(held for held, _ in checks) else 1
-
-
-def _median(measured: list[Measured], percent: float) -> float:
-    return statistics.median(one.percentile(percent) for one in measured)
-
-
 @click.command(
     context_settings={"show_default": True, "max_content_width": 100},
     help=f"""Measure what bad readers do to the others, and what a frozen one costs.
@@ -443,7 +351,7 @@ def main(rounds: int, **values: float) -> None:
         raise click.ClickException(f"Too few files may be open ({files}). Run: ulimit -n {2 * plan.streams + 400}")
     try:
         status = uvloop.run(measure(plan, rounds, Console()))
-    except NotReady as problem:
+    except NotTested as problem:
         raise click.ClickException(str(problem)) from None
     except ExceptionGroup as failed:  # a run, whose readers end together
         first = failed.exceptions[0]

@@ -9,7 +9,8 @@ import pytest
 
 from chat_server.engine.simulated import SimulatedOptions
 from loadtest.chaos_cancel import measure
-from loadtest.chaos_world import Process, Replica
+from loadtest.chaos_world import Replica
+from loadtest.processes import Process
 from tests.support.server import another, running_server
 
 pytestmark = pytest.mark.server

@@ -23,7 +23,8 @@ from loadtest.chaos_model import Asked
 from loadtest.chaos_report import AFTER_DONE, CANCEL_SAME, DROPPED, Tally
 from loadtest.chaos_stop import Stopping
 from loadtest.chaos_texts import Violation
-from loadtest.chaos_world import Process, Replica, World, free_port
+from loadtest.chaos_world import Replica, World
+from loadtest.processes import Process, free_port
 from tests.loadtest.test_chaos_model import CREATED, whole_stream
 
 pytestmark = pytest.mark.server

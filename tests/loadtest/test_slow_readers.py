@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loadtest.slow_readers import HELD_BACK, Measured, Plan, report
+from loadtest.slow_readers import HELD_BACK
+from loadtest.slow_report import Measured, Plan, report
 
 pytestmark = pytest.mark.pure
 

@@ -17,7 +17,8 @@ from tests.model.network import short
 from tests.model.oracle import Broken, text_of
 
 if TYPE_CHECKING:
-    from tests.model.world import Replica, World
+    from tests.model.replica import Replica
+    from tests.model.world import World
 
 #: frames on their way to one client before its socket takes no more.
 _ROOM = 4
