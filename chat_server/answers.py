@@ -258,7 +258,8 @@ class Answers:
             holds = held[live.id]
             if live.id in lost:
                 async with live.lock:
-                    await self._restore(live, turn)
+                    if live.turn is turn and not await self._restore(live, turn):
+                        self._committer.lose(turn.writer)
             elif holds is not None and holds.size < known[live.id].size:
                 await self._committer.store_again(turn.writer)
         for session_id, kept in ended.items():

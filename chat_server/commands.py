@@ -156,14 +156,14 @@ class Commands:
     async def delete_session(self, live: LiveSession) -> None:
         """Delete the session. What runs is cancelled first, so that everybody hears of its end."""
         for response in (live.queued, live.response):
-            if response is not None and (wish := await self._store.cancel(live.id, response.id, response.length)):
+            if response is not None and (wish := await self._wish(live, response.id, response.length)):
                 await self._wished(live, response.id, wish)
         for _ in range(round(_ENDS_S / _UPDATE_WAIT_S)):
             if live.response is None:
                 break
             await asyncio.sleep(_UPDATE_WAIT_S)
         async with live.lock:
-            message = await self._store.delete_session(live.id, live.owner)
+            message = await self._store.delete_session(live.id, live.owner, known=live.known)
             if message is not None:
                 await self._hub.apply_own(live, message)
 
@@ -255,6 +255,7 @@ class Commands:
             try:
                 return await write(live.known)
             except StoreBehind:
+                self._hub.doubt(live)  # that we listen to it may be lost too
                 if not await self._answers.write_again(live):
                     await asyncio.sleep(_UPDATE_WAIT_S)
         return await write(-1)
@@ -307,12 +308,8 @@ class Commands:
         if connection.private.cancel(wanted, Cut(cut)):
             return
         turn = live.turn if live.turn is not None and live.turn.response.id == wanted else None
-        cancel = functools.partial(self._store.cancel, live.id, wanted, cut)
         try:
-            wish = await cancel(known=live.known)
-        except StoreBehind:
-            async with live.lock:
-                wish = await self._write(live, lambda known: cancel(known=known))
+            wish = await self._wish(live, wanted, cut)
         except StoreUnavailable:
             if turn is None:
                 raise
@@ -320,6 +317,15 @@ class Commands:
         if wish is None:
             raise _not_active()
         await self._wished(live, wanted, wish)
+
+    async def _wish(self, live: LiveSession, response_id: str, cut: int) -> Cut | bytes | None:
+        """Put the wish to stop a response into the store: see ``Store.cancel``."""
+        cancel = functools.partial(self._store.cancel, live.id, response_id, cut)
+        try:
+            return await cancel(known=live.known)
+        except StoreBehind:
+            async with live.lock:
+                return await self._write(live, lambda known: cancel(known=known))
 
     async def _wished(self, live: LiveSession, response_id: str, wish: Cut | bytes) -> None:
         """The store has the wish to stop a response; or it was queued, and its end is a message."""
