@@ -196,7 +196,7 @@ class LiveSession:
             ended.before == self.version
             and response is not None
             and response.id == ended.response
-            and response.length < ended.offset
+            and response.length < ended.needs
         )
 
     def take_text(self, text: str) -> bool:
@@ -323,7 +323,7 @@ class LiveSession:
         in_queue = self.queued is not None and self.queued.id == change.response
         response = self.queued if in_queue else self.response
         starts = change.next
-        if response is None or response.id != change.response or change.offset > response.length:
+        if response is None or response.id != change.response or change.needs > response.length:
             raise Gap
         if starts is not None and self.loaded and (self.queued is None or self.queued.id != starts.response):
             raise Gap
