@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from chat_server.engine.simulated import SimulatedOptions, answer_for, simulated_server
 from tests.support import ws
+from tests.support.held import Held
 from tests.support.processes import alive, children, command_line, descendants, holder_of, wait_until_gone
 from tests.support.server import QUICK, ServerProcess, server_process
 from tests.support.ws import WsClient
@@ -105,6 +106,25 @@ async def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) 
         log = server.log.read_text()
     assert "worker-" in log
     assert "ended: status -9. It starts again." in log
+
+
+async def test_an_answer_outlives_the_worker_that_made_it(tmp_path: Path) -> None:
+    """After ``kill -9`` in mid-answer another worker goes on with it; its reader comes back and gets the rest."""
+    async with serving(tmp_path, options=SLOW) as server:
+        async with ws.connect(server.ws_url, extensions=1) as client:
+            held = await Held.begin(client, LONG)
+            await held.read(client, deltas=20)
+            os.kill(worker_of(server, client), signal.SIGKILL)
+            with pytest.raises(ConnectionClosed):
+                await held.read(client)
+        assert 0 < len(held.text) < len(ANSWER)
+        async with held.back(server.ws_url) as client:
+            active = client.events[0]["active_response"]
+            assert (active["id"], active["offset"]) == (held.response_id, len(held.text))
+            await held.read(client)
+        assert held.done is not None
+        assert (held.done["status"], held.text) == ("completed", ANSWER)
+        assert len(held.done["output"][0]["epochs"]) == 2, "it was taken over"
 
 
 async def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
