@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import redis.asyncio
 from websockets.exceptions import ConnectionClosed
@@ -83,16 +82,6 @@ async def stored(s: Setup, session_id: str) -> list[dict[str, Any]]:
     async with s.replica.connect(session_id=session_id, history="all") as client:
         count = client.events[0]["item_count"]
         return [(await client.until("conversation.item.done"))["item"] for _ in range(count)]
-
-
-async def ready(server: RunningServer) -> None:
-    """Wait until a server that was cut off serves sessions again."""
-    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{server.url}/readyz") as answer:
-                if answer.status == 200:
-                    return
-            await asyncio.sleep(0.05)
 
 
 async def test_text_whose_reply_was_lost_is_stored_once(tmp_path: Path) -> None:
@@ -276,7 +265,7 @@ async def test_one_replica_that_is_cut_off_harms_nobody(tmp_path: Path) -> None:
         assert WHOLE.startswith(heard), "nothing was told that is not stored"
         conversation = await stored(s, one.session["id"])
         assert len(conversation) == 4
-        await ready(s.server)
+        await s.server.ready()
         async with s.server.connect(session_id=one.session["id"], history="all") as client:
             assert [(await client.until("conversation.item.done"))["item"] for _ in range(4)] == conversation
 
@@ -293,7 +282,7 @@ async def give_back(s: Setup) -> None:
     for proxy in (s.proxy, s.other):
         proxy.closed = False
     for server in (s.server, s.replica):
-        await ready(server)
+        await server.ready()
 
 
 def at_work(s: Setup) -> int:
