@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
@@ -89,7 +90,9 @@ class Commands:
                 f"The message is longer than {self._limits.max_message_bytes} bytes.",
                 param="item.content",
             )
-        await self._store.note_session(live.owner, live.id, now_ms())
+        # It only counts, and may lie on a server of the store that is away while the session's own is there.
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.note_session(live.owner, live.id, now_ms())
         async with live.lock:
             added = _present(
                 await self._write(
