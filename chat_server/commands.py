@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
@@ -92,7 +93,9 @@ class Commands:
                 f"The message is longer than {self._limits.max_message_bytes} bytes.",
                 param="item.content",
             )
-        await self._store.note_session(live.owner, live.id, now_ms())
+        # It only counts, and may lie on a server of the store that is away while the session's own is there.
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.note_session(live.owner, live.id, now_ms())
         async with live.lock:
             added = _present(
                 await self._write(
@@ -160,14 +163,14 @@ class Commands:
     async def delete_session(self, live: LiveSession) -> None:
         """Delete the session. What runs is cancelled first, so that everybody hears of its end."""
         for response in (live.queued, live.response):
-            if response is not None and (wish := await self._store.cancel(live.id, response.id, response.length)):
+            if response is not None and (wish := await self._wish(live, response.id, response.length)):
                 await self._wished(live, response.id, wish)
         for _ in range(round(_ENDS_S / _UPDATE_WAIT_S)):
             if live.response is None:
                 break
             await asyncio.sleep(_UPDATE_WAIT_S)
         async with live.lock:
-            message = await self._store.delete_session(live.id, live.owner)
+            message = await self._store.delete_session(live.id, live.owner, known=live.known)
             if message is not None:
                 await self._hub.apply_own(live, message)
 
@@ -261,6 +264,7 @@ class Commands:
             try:
                 return await write(live.known)
             except StoreBehind:
+                live.doubted = True  # that we listen to it may be lost too
                 if not await self._restorer.write_again(live):
                     await asyncio.sleep(_UPDATE_WAIT_S)
         return await write(-1)
@@ -313,12 +317,8 @@ class Commands:
         if connection.private.cancel(wanted, Cut(cut)):
             return
         turn = live.turn if live.turn is not None and live.turn.response.id == wanted else None
-        cancel = functools.partial(self._store.cancel, live.id, wanted, cut)
         try:
-            wish = await cancel(known=live.known)
-        except StoreBehind:
-            async with live.lock:
-                wish = await self._write(live, lambda known: cancel(known=known))
+            wish = await self._wish(live, wanted, cut)
         except StoreUnavailable:
             if turn is None or live.turn is not turn:
                 raise
@@ -327,6 +327,15 @@ class Commands:
         if wish is None:
             raise _not_active()
         await self._wished(live, wanted, wish)
+
+    async def _wish(self, live: LiveSession, response_id: str, cut: int) -> Cut | bytes | None:
+        """Put the wish to stop a response into the store: see ``Store.cancel``."""
+        cancel = functools.partial(self._store.cancel, live.id, response_id, cut)
+        try:
+            return await cancel(known=live.known)
+        except StoreBehind:
+            async with live.lock:
+                return await self._write(live, lambda known: cancel(known=known))
 
     async def _wished(self, live: LiveSession, response_id: str, wish: Cut | bytes) -> None:
         """The store has the wish to stop a response; or it was queued, and its end is a message."""

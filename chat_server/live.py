@@ -196,7 +196,7 @@ class LiveSession:
         """The length that the text must have before a change can be told, if we have less of it."""
         response = self.response
         match change:
-            case ResponseEnded(response=told, offset=offset):
+            case ResponseEnded(response=told, needs=offset):
                 pass
             case ResponseMoved(response=told, epoch=(_, offset)):
                 pass
@@ -366,7 +366,7 @@ class LiveSession:
         in_queue = self.queued is not None and self.queued.id == change.response
         response = self.queued if in_queue else self.response
         starts = change.next
-        if response is None or response.id != change.response or change.offset > response.length:
+        if response is None or response.id != change.response or change.needs > response.length:
             raise Gap
         if starts is not None and self.loaded and (self.queued is None or self.queued.id != starts.response):
             raise Gap

@@ -54,19 +54,26 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP sets ``stop``, the next one raises KeyboardInterrupt.
+    """The first SIGINT, SIGTERM or SIGHUP sets ``stop``, the next one raises KeyboardInterrupt out of the loop.
 
     Plain handlers, and the only ones: ``app.WebServer`` keeps uvicorn from putting its own in their place.
     """
     loop = asyncio.get_running_loop()
-    told = False
+    signals = 0
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     def handle(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal told
-        if told:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            loop.call_soon_threadsafe(stop.set)
+        elif signals == 2:
+            # In no task: it would be that task's end, come again out of its group, and break the clean-up.
+            loop.call_soon_threadsafe(interrupt)
+        else:  # the loop hangs
             raise KeyboardInterrupt
-        told = True
-        loop.call_soon_threadsafe(stop.set)
 
     # what is ignored stays so: nohup means it
     ours = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]

@@ -142,7 +142,8 @@ class Restorer:
             live.stop(*holds.wish)  # the message that says so may be lost
         if holds.version < knew.version:
             async with live.lock:
-                await self.restore(live, turn)
+                if live.turn is turn and not await self.restore(live, turn):
+                    self._committer.lose(turn.writer)
         elif holds.size < knew.size:
             await self._committer.store_again(turn.writer)
 

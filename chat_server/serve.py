@@ -51,11 +51,11 @@ def run(settings: Settings, log_level: str | None = None) -> int:
     set_up_logging(console, log_level)
     settings.check()
     check_port(settings.host, settings.port)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        try:
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(settings, console, log_level))
-        except KeyboardInterrupt:  # the second one
-            return 130
+    except KeyboardInterrupt:  # the second one
+        return 130
     return 0
 
 

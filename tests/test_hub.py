@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -338,6 +339,34 @@ async def test_one_server_of_the_store_that_is_away_stops_nothing_on_the_others(
         store.troubles = {}
         await until(lambda: store.asked_for("compare") == set(sessions))
         assert not any(connection.closed for _, connection in sessions.values())
+
+
+async def test_who_waits_for_the_store_is_sent_away_after_thirty_seconds(quick: None) -> None:
+    """To try another replica; not before that, and no more once the store is there again."""
+    store = PlayedStore()
+    async with running_hub(store) as hub:
+        _, connection = await connect(hub, "a1")
+
+        async def away_for(seconds: float | None) -> None:
+            store.troubles = {"lease": AWAY}
+            await until(lambda: not hub.lease.holds)
+            if seconds is not None:
+                hub.lease.lost_at = time.monotonic() - seconds
+            ticks = len(told)
+            await until(lambda: len(told) > ticks + 2)
+
+        told: list[str] = []
+        connection.outbox.tick = lambda *args: told.append(args[2])  # type: ignore[method-assign]
+        await away_for(hub_module._AWAY_S - 5)
+        assert hub_module._AWAY_S == 30
+        assert connection.closed == []
+        store.troubles = {}
+        await until(lambda: hub.ready)
+        hub.lease.lost_at -= 100
+        await away_for(None)
+        assert connection.closed == [], "that it was away before does not count"
+        await away_for(hub_module._AWAY_S + 1)
+        await until(lambda: close_codes.OVERLOADED in connection.closed)
 
 
 @pytest.mark.parametrize("trouble", BROKEN)

@@ -93,14 +93,21 @@ def began(before: int = 10, version: int = 11) -> ResponseBegan:
 
 
 def ended(
-    offset: int, rest: str, *, before: int = 11, version: int = 12, response: str = BEGUN.id, keeps: bool = True
+    offset: int,
+    rest: str,
+    *,
+    before: int = 11,
+    version: int = 12,
+    response: str = BEGUN.id,
+    keeps: bool = True,
+    cut: int | None = None,
 ) -> ResponseEnded:
     outcome = Outcome(
         status="completed" if keeps else "failed",
         usage=Usage.of(10, 5, 4),
         timing=Timing(queue_ms=1, ttft_ms=2, total_ms=3),
         engine="engine-1",
-        text_length=offset + len(rest),
+        text_length=offset + len(rest) if cut is None else cut,
         epochs=[(EPOCH, 0)],
         keeps_item=keeps,
     )
@@ -268,7 +275,25 @@ def test_a_hole_in_the_text_is_a_gap(message: Text) -> None:
     assert told(one) == "Hel"
 
 
-@pytest.mark.parametrize("change", [ended(4, "o", before=10), ended(3, "lo", before=10, response="resp_other")])
+@pytest.mark.parametrize("cut", [0, 3, 5])
+def test_text_that_a_cut_takes_away_is_not_missed(cut: int) -> None:
+    """It was stored, and never heard of here: the end is told all the same."""
+    live, [one] = session(state(text="Hello"))
+    change = ended(13, "", before=10, cut=cut)
+    assert not live.lacks(change)
+    live.apply(change)
+    assert told(one) == "Hello"[:cut]
+    assert one.socket.types[-1] == "response.done"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ended(4, "o", before=10),
+        ended(3, "lo", before=10, response="resp_other"),
+        ended(13, "", before=10, cut=4),
+    ],
+)
 def test_an_end_that_does_not_fit_is_a_gap(change: ResponseEnded) -> None:
     """Behind a hole, or of another answer."""
     live, [one] = session(state(text="Hel"))

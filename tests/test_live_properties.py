@@ -94,7 +94,7 @@ class Replica:
         what, response = message.what, self.live.response
         if message.who == THEM or not isinstance(what, Text):
             return True
-        return response is not None and response.id == what.response and response.length >= what.offset
+        return response is not None and response.epoch == what.epoch and response.length >= what.offset
 
 
 def hear_in_any_order(replica: Replica, told: list[Message], data: st.DataObject) -> None:

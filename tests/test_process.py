@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from typing import Any
 
 import pytest
 
 from chat_server.errors import StartError
-from chat_server.process import run_together, start_error, stop_on_signals
+from chat_server.process import loop_factory, run_together, start_error, stop_on_signals
 
 pytestmark = pytest.mark.server
 
@@ -74,17 +75,41 @@ def test_a_start_error_is_found_in_groups() -> None:
     assert start_error(ValueError()) is None
 
 
-async def test_the_second_ctrl_c_does_not_wait() -> None:
-    """The first asks, the second one interrupts; afterwards the handlers are as they were."""
+@pytest.mark.parametrize("where", ["between tasks", "in a task"])
+@pytest.mark.parametrize("factory", [None, loop_factory()], ids=["asyncio", "uvloop"])
+def test_the_second_ctrl_c_does_not_wait(factory: Any, where: str) -> None:
+    """The first asks, the second one interrupts, wherever it comes, and all clean up; the handlers are as before."""
     assert threading.current_thread() is threading.main_thread()
+    # asyncio's own handler takes the place of Python's default alone.
+    default = signal.signal(signal.SIGINT, lambda *_: None)
     before = signal.getsignal(signal.SIGINT)
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        signal.raise_signal(signal.SIGINT)
-        await asyncio.wait_for(stop.wait(), 5)
-        with pytest.raises(KeyboardInterrupt):
+    cleaned_up = []
+
+    async def work() -> None:
+        try:
+            if where == "in a task":
+                signal.raise_signal(signal.SIGINT)
+            else:
+                asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.append(1)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        with stop_on_signals(stop):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            await asyncio.wait_for(stop.wait(), 5)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(work())
+
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(KeyboardInterrupt):
+            runner.run(main())
+        assert cleaned_up == [1]
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, default)
 
 
 async def test_what_is_ignored_stays_ignored() -> None:

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import trustme
+from starlette.applications import Starlette
 
+from chat_server import app, hub
 from chat_server.core.principal import Principal
+from chat_server.edge import socket as socket_module
 from chat_server.errors import StartError
 from chat_server.settings import (
     EngineAddress,
@@ -402,3 +405,17 @@ def test_a_key_without_a_name_never_gets_anothers(tmp_path: Path) -> None:
     """``key-2`` by its place, but somebody was given that name: two callers would share their conversations."""
     with pytest.raises(StartError, match="Name it"):
         parse_api_keys(["key-2:A", "B"])
+
+
+def test_a_silent_peer_is_gone_in_35_seconds_by_the_defaults() -> None:
+    """Whether nothing waits for it, or text does from the beginning, or from just before its next ping."""
+    settings = Settings()
+    uvicorn = app._uvicorn_config(settings, Starlette())
+    assert uvicorn.ws_ping_interval is not None
+    assert uvicorn.ws_ping_timeout is not None
+    close = socket_module._CLOSE_S
+    takes_nothing = settings.limits.send_timeout_s + hub._TICK_S + close
+    answers_nothing = uvicorn.ws_ping_interval + uvicorn.ws_ping_timeout + close
+    # A ping behind text that is still taken has more time; who is silent takes none after that.
+    stops_at_the_ping = uvicorn.ws_ping_interval + takes_nothing
+    assert max(takes_nothing, answers_nothing, stops_at_the_ping) <= 35

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -53,17 +54,20 @@ async def done(client: WsClient) -> dict[str, Any]:
 
 
 async def test_an_answer_that_nobody_comes_back_for_is_stopped(tmp_path: Path) -> None:
-    """After ``resume_window_s`` without a connection anywhere; what is stored stays, marked as incomplete."""
-    async with running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=1.0)) as server:
+    """After ``resume_window_s`` without a connection anywhere, no sooner; what is stored stays, as incomplete."""
+    window_s = 2.0
+    async with running_server(tmp_path, simulated=SLOW, limits=Limits(resume_window_s=window_s)) as server:
         async with server.connect(extensions=1) as client:
             await client.say(LONG)
             await client.send("response.create")
             created = await client.until("response.created")
             for _ in range(10):
                 await client.until(DELTA)
+            left_at = time.time()  # the window is told by the store's clock
         async with asyncio.timeout(8):
             while at_work(server):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
+        assert time.time() - left_at >= window_s
         held = {"response_id": created["response"]["id"], "epoch": "", "offset": 0}
         async with server.connect(session_id=client.session["id"], extensions=1, **held) as again:
             response = await done(again)

@@ -94,6 +94,11 @@ class ResponseEnded(Change, frozen=True, kw_only=True, tag="end"):
     outcome: Outcome
     next: Next | None = None
 
+    @property
+    def needs(self) -> int:
+        """How much of the text must be there before it (code points): what a cut takes away is not missed."""
+        return min(self.offset, self.outcome.text_length)
+
 
 class SessionDeleted(Change, frozen=True, kw_only=True, tag="gone"):
     """The session is no more."""

@@ -152,10 +152,13 @@ class Store:
         """Whether a session that is not there was deleted, and not lost."""
         return bool(await self._server.run("EXISTS", keys.session_keys(session_id)[8]))
 
-    async def delete_session(self, session_id: str, owner: Principal) -> bytes | None:
-        """Delete a session and all that is in it; the message, or None if it is gone already."""
+    async def delete_session(self, session_id: str, owner: Principal, *, known: int = -1) -> bytes | None:
+        """Delete a session and all that is in it; the message, or None if it is gone already.
+
+        One that the caller knows is deleted also if the store lost it: nobody writes it again then.
+        """
         await self._server.run("ZREM", keys.user_sessions(owner), session_id)
-        reply = await self._call(session_id, "session_delete", self.replica_id)
+        reply = await self._call(session_id, "session_delete", self.replica_id, known)
         return bytes(reply[1]) if reply[0] == b"ok" else None
 
     async def session_count(self, principal: Principal, now_ms: int) -> int:

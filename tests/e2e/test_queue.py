@@ -127,6 +127,82 @@ async def test_of_two_interrupts_the_later_wins(replicas: list[RunningServer]) -
                 await (two if tab is one else one).until("response.done")
 
 
+@pytest.mark.parametrize("running", [True, False], ids=["while one runs", "while none runs"])
+@pytest.mark.parametrize("if_active", ["queue", "interrupt"])
+async def test_two_that_ask_at_once_make_one_history(
+    replicas: list[RunningServer], if_active: str, running: bool
+) -> None:
+    """From two tabs on two replicas: both see the same answers, each ended once, in the order that is stored."""
+    for _ in range(2):
+        async with (
+            replicas[0].connect(extensions=1) as one,
+            replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+        ):
+            tabs = (one, two)
+            await one.say("Tell me more, in 150 words.")
+            if running:
+                await one.send("response.create")
+                for tab in tabs:
+                    await tab.until(DELTA)
+            else:
+                await two.until("conversation.item.done")
+            short = {"if_active": if_active, "response": {"max_output_tokens": 20}}
+            await asyncio.gather(*(tab.send("response.create", **short) for tab in tabs))
+            refused = await read_to_rest(one, two)
+            asked = 2 + running
+            # One may wait: the other one that wants to is told so. Whoever interrupts always has its place.
+            assert refused == (1 if if_active == "queue" and running else 0)
+            begun, ended = ([by_kind(tab, kind) for tab in tabs] for kind in ("response.created", "response.done"))
+            assert begun[0] == begun[1]
+            assert ended[0] == ended[1]
+            assert sorted(begun[0]) == sorted(ended[0])
+            assert len(set(ended[0])) == len(ended[0]) == asked - refused
+            assert one.texts == two.texts
+            for server in replicas:
+                async with server.connect(session_id=one.session["id"], history="all") as later:
+                    assert later.events[0]["active_response"] is None
+                    count = later.events[0]["item_count"]
+                    items = [(await later.until("conversation.item.done"))["item"] for _ in range(count)]
+                for tab in tabs:
+                    answers = {event["response"]["id"]: event["response"] for event in tab.events if is_end(event)}
+                    left = [answers[id]["output"] for id in begun[0] if answers[id]["output"]]
+                    assert [[item] for item in items[1:]] == left
+            ends = [event["response"]["status"] for event in two.events if is_end(event)]
+            if if_active == "queue":
+                assert ends == ["completed"] * running + ["incomplete"] * (2 - refused), "each was made to its end"
+            else:
+                # The first of the two may have come to its end before the second was there.
+                assert ends[:-2] == ["cancelled"] * running
+                assert ends[-2] in ("cancelled", "incomplete")
+                assert ends[-1] == "incomplete", "the last one is made"
+
+
+def is_end(event: dict[str, Any]) -> bool:
+    return bool(event["type"] == "response.done")
+
+
+def by_kind(client: WsClient, kind: str) -> list[str]:
+    """The ids of the responses that a connection was told to begin, or to end, in order."""
+    return [event["response"]["id"] for event in client.events if event["type"] == kind]
+
+
+async def read_to_rest(*clients: WsClient) -> int:
+    """Read until all that asked know what came of it, and all that began has ended; how many were refused."""
+    refused = 0
+    for client in clients:
+        # What the client asked for begins, or an error says why not: `pong` is behind both.
+        await client.send("ping", t=0)
+        while client.events[-1]["type"] != "pong":
+            await client.next()
+        refused += sum(event["type"] == "error" for event in client.events)
+    begun = max((by_kind(client, "response.created") for client in clients), key=len)
+    for client in clients:
+        while by_kind(client, "response.created") != begun or len(by_kind(client, "response.done")) < len(begun):
+            event = await client.next()
+            assert event["type"] != "error", event
+    return refused
+
+
 @pytest.mark.parametrize("canceller", [0, 1])
 async def test_a_queued_answer_can_be_cancelled(replicas: list[RunningServer], canceller: int) -> None:
     """It ends at once and gives its place up; the running one is not touched."""

@@ -6,14 +6,16 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
-from chat_server.engine.simulated import answer_for
+from chat_server.engine.simulated import Fault, SimulatedOptions, answer_for
 from chat_server.hub import Hub
-from tests.support.server import QUICK, RunningServer, two_replicas
+from tests.support.server import QUICK, RunningServer, another, running_server, two_replicas
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
@@ -178,3 +180,57 @@ async def test_a_stop_whose_message_is_lost_is_found_in_the_store(
         for tab in (one, two):
             response = await ended(replicas[0], tab)
             assert response["output"][0]["content"][0]["text"] == WHOLE[:6]
+
+
+async def no_engine(server: RunningServer) -> None:
+    """None is healthy, and the server knows."""
+    for engine in server.engines:
+        engine.engine.add_fault(Fault("health", times=None))
+    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{server.url}/readyz") as answer:
+                if all(engine["state"] == "unhealthy" for engine in (await answer.json())["engines"]):
+                    return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["none is healthy", "all are busy"])
+@pytest.mark.parametrize("stopper", [0, 1])
+async def test_an_answer_that_waits_for_an_engine_is_stopped(tmp_path: Path, busy: bool, stopper: int) -> None:
+    """From its own replica or another one: it ends at once, no engine ever makes it, and the next one is made."""
+    simulated = SimulatedOptions(tokens_per_s=300.0, max_running=1)
+    async with (
+        running_server(tmp_path, engines=1, simulated=simulated) as first,
+        another(first) as second,
+        first.connect(extensions=1) as one,
+        second.connect(session_id=one.session["id"], extensions=1) as two,
+        first.connect(extensions=1) as other,
+    ):
+        [engine] = [server.engine for server in first.engines]
+        if busy:
+            await other.say(LONG)
+            await other.send("response.create")
+            await other.until(DELTA)
+        else:
+            await no_engine(first)
+        await one.say(LONG)
+        await one.send("response.create")
+        client = (one, two)[stopper]
+        created = await client.until("response.created")
+        if busy:
+            async with asyncio.timeout(5):
+                while not engine.waiting:
+                    await asyncio.sleep(0.01)
+        await client.send("response.cancel", response_id=created["response"]["id"])
+        for tab in (one, two):
+            response = (await tab.until("response.done"))["response"]
+            assert (response["status"], response["output"]) == ("cancelled", [])
+        assert (engine.waiting, engine.running) == (0, int(busy))
+        engine.clear_faults()
+        if busy:
+            await other.send("response.cancel")
+            await other.until("response.done")
+        written = engine.counters.generated_tokens
+        turn = await client.turn("Something else, in 5 words.")
+        assert turn.response["status"] == "completed"
+        assert engine.counters.generated_tokens - written == turn.response["usage"]["output_tokens"] - 1

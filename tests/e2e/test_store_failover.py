@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from chat_server.core.principal import LOCAL
 from chat_server.engine.simulated import answer_for
 from chat_server.settings import Secret
+from chat_server.store import keys
 from tests.support import ws
 from tests.support.server import QUICK, RunningServer, another, running_server
 from tests.support.valkeys import valkey_cluster, valkey_sentinel
@@ -102,3 +104,47 @@ async def test_sentinel_puts_a_replica_in_place_in_mid_answer(tmp_path: Path, da
         replica.connect(session_id=one.session["id"], extensions=1) as two,
     ):
         await survive(one, two, lambda: watched.server.end(signal.SIGKILL))
+
+
+async def test_a_server_of_the_cluster_that_is_away_holds_up_the_sessions_on_it_alone(tmp_path: Path) -> None:
+    """The others do not notice, on any replica, not even that the list of their user's sessions lies on it."""
+    async with (
+        valkey_cluster(tmp_path) as cluster,
+        running_server(tmp_path, simulated=SLOW, redis_url=Secret(cluster.url), heartbeat_s=0.5) as server,
+        another(server) as replica,
+    ):
+        away = cluster.primary_with(keys.user_sessions(LOCAL))
+        assert away != cluster.primary_with(keys.REPLICAS), "without that one nobody is let in"
+        there = await on_first(server, lambda id: cluster.primary_of(id) == away)
+        elsewhere = await on_first(server, lambda id: cluster.primary_of(id) not in (0, away))
+        async with (
+            server.connect(session_id=there, extensions=1) as waits,
+            replica.connect(session_id=there, extensions=1) as waits_too,
+            server.connect(session_id=elsewhere, extensions=1) as one,
+            replica.connect(session_id=elsewhere, extensions=1) as two,
+        ):
+            for client in (waits, one):
+                await client.say(QUESTION)
+                await client.send("response.create")
+            for client in (waits, waits_too, one, two):
+                for _ in range(5):
+                    await client.until(DELTA)
+            await cluster.primaries[away].end(signal.SIGKILL)
+            for client in (one, two):
+                response = (await client.until("response.done"))["response"]
+                assert response["status"] == "completed"
+                assert client.texts[response["output"][0]["id"]] == WHOLE
+            for client, other in ((two, one), (one, two)):
+                assert (await client.turn("Are you there? In 5 words.")).response["status"] == "completed"
+                await other.until("response.done")
+            assert one.texts == two.texts
+            assert not any(event.get("state") == "waiting" for client in (one, two) for event in client.events)
+            for client in (waits, waits_too):
+                while (await client.until("heartbeat"))["state"] != "waiting":
+                    pass
+            await cluster.primaries[away].start()
+            for client in (waits, waits_too):
+                response = (await client.until("response.done"))["response"]
+                assert response["status"] == "completed"
+                assert list(client.texts.values()) == [response["output"][0]["content"][0]["text"]] == [WHOLE]
+            await say_until_it_is_taken(waits_too, "Are you there?")

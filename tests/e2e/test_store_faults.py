@@ -10,18 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import redis.asyncio
+from websockets.exceptions import ConnectionClosed
 
+from chat_server import hub
 from chat_server.core import close_codes
 from chat_server.core.ids import new_id
 from chat_server.engine.simulated import SimulatedOptions, answer_for
 from chat_server.settings import Secret
 from chat_server.store.embedded import EmbeddedValkey
+from tests.support.held import Held
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.server import QUICK, RunningServer, another, running_server
-from tests.support.ws import WsClient
+from tests.support.ws import WsClient, refused
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
 
@@ -80,16 +82,6 @@ async def stored(s: Setup, session_id: str) -> list[dict[str, Any]]:
     async with s.replica.connect(session_id=session_id, history="all") as client:
         count = client.events[0]["item_count"]
         return [(await client.until("conversation.item.done"))["item"] for _ in range(count)]
-
-
-async def ready(server: RunningServer) -> None:
-    """Wait until a server that was cut off serves sessions again."""
-    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{server.url}/readyz") as answer:
-                if answer.status == 200:
-                    return
-            await asyncio.sleep(0.05)
 
 
 async def test_text_whose_reply_was_lost_is_stored_once(tmp_path: Path) -> None:
@@ -273,6 +265,119 @@ async def test_one_replica_that_is_cut_off_harms_nobody(tmp_path: Path) -> None:
         assert WHOLE.startswith(heard), "nothing was told that is not stored"
         conversation = await stored(s, one.session["id"])
         assert len(conversation) == 4
-        await ready(s.server)
+        await s.server.ready()
         async with s.server.connect(session_id=one.session["id"], history="all") as client:
             assert [(await client.until("conversation.item.done"))["item"] for _ in range(4)] == conversation
+
+
+def take_away(s: Setup) -> None:
+    """The store is away for both replicas."""
+    for proxy in (s.proxy, s.other):
+        proxy.closed = True
+        proxy.cut()
+
+
+async def give_back(s: Setup) -> None:
+    """It is there again, and both replicas have seen it."""
+    for proxy in (s.proxy, s.other):
+        proxy.closed = False
+    for server in (s.server, s.replica):
+        await server.ready()
+
+
+def at_work(s: Setup) -> int:
+    return sum(engine.engine.running for engine in s.server.engines)
+
+
+async def test_who_waits_too_long_for_the_store_is_sent_away_and_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed as overloaded, refused so long, and then the answer goes on from where each of them was, to its end."""
+    monkeypatch.setattr(hub, "_AWAY_S", 1.0)
+    async with setup(tmp_path, SLOW) as s:
+        async with (
+            s.server.connect(extensions=1) as one,
+            s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+            s.server.connect() as idle,
+        ):
+            held = await Held.begin(one, QUESTION)
+            await held.read(one, deltas=5)
+            there = replace(held, epoch="", text="")
+            await there.read(two, deltas=5)
+            take_away(s)
+            for client, reader in ((one, held), (two, there), (idle, None)):
+                with pytest.raises(ConnectionClosed):
+                    while True:
+                        event = await client.next()
+                        if reader is not None:
+                            reader.take(event)
+                assert client.connection.close_code == close_codes.OVERLOADED
+        for server in (s.server, s.replica):
+            refusal = await refused(server.ws_url, session_id=held.session_id)
+            assert (refusal.status, refusal.error["code"]) == (503, "store_unavailable")
+            assert "retry-after" in refusal.headers
+        await give_back(s)
+        for server, reader in ((s.server, held), (s.replica, there)):
+            async with reader.back(server.ws_url) as client:
+                active = client.events[0]["active_response"]
+                assert active is None or active["offset"] == len(reader.text), "nothing is told again"
+                await reader.read(client)
+            assert reader.done is not None
+            assert (reader.done["status"], reader.text) == ("completed", WHOLE)
+
+
+async def test_a_stop_while_the_store_is_away_stops_the_engine_at_once(tmp_path: Path) -> None:
+    """Where the answer is made nobody waits for the store; its end does, and says the same to all as ever."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one)
+        await two.until(DELTA)
+        take_away(s)
+        while (await one.until("heartbeat"))["state"] != "waiting":
+            pass
+        await one.send("response.cancel", seen=4)
+        async with asyncio.timeout(5):
+            while at_work(s):
+                await asyncio.sleep(0.01)
+        assert s.proxy.closed, "the store is still away"
+        await give_back(s)
+        for client in (one, two):
+            response = (await client.until("response.done"))["response"]
+            assert response["status"] == "cancelled"
+            assert list(client.texts.values()) == [WHOLE[:4]]
+        assert (await two.turn("And then? In 5 words.")).response["status"] == "completed"
+        assert len(await stored(s, one.session["id"])) == 4
+
+
+@pytest.mark.parametrize("which", ["of another replica", "that waits"])
+async def test_a_stop_that_can_not_be_stored_is_not_lost_in_silence(tmp_path: Path, which: str) -> None:
+    """Who asked for it hears that it can be sent again, and then it holds."""
+    async with (
+        setup(tmp_path, SLOW) as s,
+        s.server.connect(extensions=1) as one,
+        s.replica.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await ask(one)
+        running = (await two.until(DELTA))["response_id"]
+        client, wanted = two, running
+        if which == "that waits":
+            await one.send("response.create", if_active="queue")
+            wanted = (await one.until("response.queued"))["response_id"]
+            client = one
+        take_away(s)
+        cancel = {"response_id": wanted, "seen": 1}
+        event_id = await client.send("response.cancel", **cancel)
+        while (event := await client.next())["type"] != "error":
+            pass
+        assert (event["error"]["code"], event["error"]["event_id"]) == ("store_unavailable", event_id)
+        assert event["error"]["retryable"]
+        await give_back(s)
+        await client.send("response.cancel", **cancel)
+        ends = {}
+        while wanted not in ends:
+            response = (await client.until("response.done"))["response"]
+            ends[response["id"]] = response["status"]
+        assert ends == {wanted: "cancelled"}

@@ -61,6 +61,11 @@ async def start(client: WsClient) -> None:
     await client.send("response.create")
 
 
+def finished(server: RunningServer) -> int:
+    """Answers that the engines have made to their end."""
+    return sum(engine.engine.counters.finished for engine in server.engines)
+
+
 async def read(client: WsClient, deltas: int) -> None:
     for _ in range(deltas):
         await client.until(DELTA)
@@ -114,8 +119,13 @@ async def test_an_end_that_was_lost_is_written_again(
     await read(two, 20)
     copy = await copies.take()
     await asyncio.gather(whole(one), whole(two))
+    made = finished(replicas[0])
     await copies.put_back(copy)
-    await asyncio.sleep(2.5)
+    response = keys.session_keys(one.session["id"])[3]
+    async with redis.asyncio.Redis.from_url(replicas[0].redis_url) as raw, asyncio.timeout(10):
+        while await raw.exists(response):
+            await asyncio.sleep(0.02)
+    assert finished(replicas[0]) == made
     async with replicas[1].connect(session_id=one.session["id"], history="all") as again:
         assert again.events[0]["active_response"] is None
         assert again.events[0]["item_count"] == 2
@@ -141,8 +151,9 @@ async def test_a_deleted_session_does_not_come_back(
         await raw.eval("redis.call('DEL', unpack(KEYS)); redis.call('SET', KEYS[9], '1')", len(names), *names)
         for tab in (one, two):
             assert await tab.closed() in (1000, 1012)
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(10):
+            while any(engine.engine.running for engine in replicas[0].engines):
+                await asyncio.sleep(0.02)
         assert not await raw.exists(*names[:3])
     finally:
         await raw.aclose()
-    assert not any(engine.engine.running for engine in replicas[0].engines)

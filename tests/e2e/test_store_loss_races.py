@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from chat_server import comparing, restoring
-from chat_server.engine.simulated import answer_for
+from chat_server import commands, comparing, restoring
+from chat_server.engine.simulated import Fault, answer_for
 from chat_server.restoring import Restorer
 from chat_server.settings import Secret
 from chat_server.store.embedded import EmbeddedValkey
+from chat_server.supervisor import Supervisor
 from tests.support.copies import Copies, copies_of
 from tests.support.proxy import proxy_to
 from tests.support.server import QUICK, RunningServer, running_server, two_replicas
@@ -39,16 +41,20 @@ Looks = Callable[[int], Awaitable[None]]
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     """No replica looks by itself whether the store lost something; ``looks(0)`` makes the first one do it."""
     found: list[Restorer] = []
-    check = Restorer.check_kept
+    run, check = Supervisor.run, Restorer.check_kept
 
-    async def noted(self: Restorer) -> None:
-        if self not in found:
-            found.append(self)
+    async def noted(self: Supervisor) -> None:
+        found.append(self._restorer)
+        await run(self)
+
+    async def unseen(self: Restorer) -> None:
+        pass
 
     async def look(number: int) -> None:
         await check(found[number])
 
-    monkeypatch.setattr(Restorer, "check_kept", noted)
+    monkeypatch.setattr(Supervisor, "run", noted)
+    monkeypatch.setattr(Restorer, "check_kept", unseen)
     return look
 
 
@@ -259,3 +265,71 @@ async def test_a_session_that_nobody_can_write_again_is_gone(tmp_path: Path, mon
         await asyncio.sleep(0.5)
         refusal = await refused(second.ws_url, session_id=client.session["id"])
         assert (refusal.status, refusal.error["code"]) == (404, "session_not_found")
+
+
+async def delete(server: RunningServer, client: WsClient) -> int:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.delete(f"{server.url}/v1/sessions/{client.session['id']}") as answer,
+    ):
+        return answer.status
+
+
+async def start_silent(server: RunningServer, *clients: WsClient) -> None:
+    """Begin an answer whose engine writes nothing: so nothing is stored that would show what was lost."""
+    for engine in server.engines:
+        engine.engine.add_fault(Fault("hang", times=None))
+    await start(clients[0], 0)
+    for client in clients:
+        await client.until("response.created")
+    async with asyncio.timeout(5):
+        while not at_work(server):
+            await asyncio.sleep(0.01)
+
+
+def at_work(server: RunningServer) -> int:
+    return sum(engine.engine.running for engine in server.engines)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+async def test_a_session_that_is_deleted_while_it_is_lost_ends_in_order(
+    tmp_path: Path, looks: Looks, replica: int
+) -> None:
+    """It is written again by who makes its answer, whose end is told, and then it is gone for everybody."""
+    async with two_tabs(tmp_path) as (first, second, one, two, copies):
+        await start_silent(first, one, two)
+        await copies.put_back({})
+        await copies.cut_subscriptions()
+        deleting = asyncio.create_task(delete((first, second)[replica], one))
+        while not deleting.done():
+            await looks(0)
+            await asyncio.sleep(0.02)
+        assert deleting.result() == 200
+        assert at_work(first) == 0
+        here, there = (one, two) if replica == 0 else (two, one)
+        assert await here.closed() == 1000
+        [response] = [event["response"] for event in here.events if event["type"] == "response.done"]
+        assert response["status"] == "cancelled"
+        assert await there.closed() in (1000, 1012), "that it is to be told was lost too, perhaps for longer"
+        assert (await refused(second.ws_url, session_id=one.session["id"])).status == 404
+
+
+async def test_a_session_that_is_deleted_before_it_is_written_again_stays_so(
+    tmp_path: Path, looks: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner finds that out in place of its loss, and the engine has nothing to do any more."""
+    monkeypatch.setattr(commands, "_RESTORED_S", 0.1)
+    monkeypatch.setattr(commands, "_ENDS_S", 0.1)
+    async with two_tabs(tmp_path) as (first, second, one, two, copies):
+        await start_silent(first, one, two)
+        await copies.put_back({})
+        assert await delete(second, one) == 200
+        assert await two.closed() == 1000
+        assert at_work(first) == 1
+        await looks(0)
+        assert await one.closed() == 1012
+        async with asyncio.timeout(5):
+            while at_work(first):
+                await asyncio.sleep(0.01)
+        for server in (first, second):
+            assert (await refused(server.ws_url, session_id=one.session["id"])).status == 404

@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 
+from chat_server import answers, lease
 from chat_server.engine.simulated import answer_for
+from chat_server.store.keys import session_keys
+from loadtest.chaos_texts import check_marked
 from tests.support import ws
-from tests.support.server import QUICK, RunningServer, ServerProcess, running_server, server_process
+from tests.support.held import Held
+from tests.support.server import QUICK, RunningServer, ServerProcess, another, running_server, server_process
 from tests.support.ws import WsClient
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
@@ -95,6 +100,40 @@ async def test_who_comes_back_to_another_replica_goes_on_from_its_offset(tmp_pat
             response = await rest(again)
             assert again.texts[delta["item_id"]] == WHOLE
             assert response["status"] == "completed"
+
+
+@pytest.mark.parametrize("deltas", [0, 30])
+async def test_who_comes_back_when_the_other_replica_has_ended_it_gets_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deltas: int
+) -> None:
+    """From where it was, with each making of the text in its place; on the replica that ended it, and on one more."""
+    monkeypatch.setattr(lease, "_GRACE_S", 0.1)  # those that are gone are seen to be gone at once
+    monkeypatch.setattr(answers, "_UNCONFIRMED_MS", 500)
+    varying = replace(QUICK, tokens_per_s=300.0, words=300, vary=True)
+    async with running_server(tmp_path, simulated=varying) as here, another(here) as gone, another(here) as later:
+        async with gone.connect(extensions=1) as client:
+            held = await Held.begin(client, LONG)
+            await held.read(client, deltas=deltas)
+            if not deltas:  # it knows of the answer, and has nothing of it
+                await client.until(DELTA)
+        await gone.stop()
+        async with redis.asyncio.Redis.from_url(here.redis_url) as store, asyncio.timeout(15):
+            while await store.exists(session_keys(held.session_id)[3]):
+                await asyncio.sleep(0.02)
+        for server in (here, later):
+            again = replace(held)
+            async with again.back(server.ws_url) as client:
+                assert client.events[0]["active_response"] is None
+                assert "response.output_text.delta" not in client.types
+                await again.read(client)
+            first = next(event for event in client.events if event["type"] == DELTA)
+            assert first["offset"] == len(held.text), "it has the text up to there"
+            assert again.done is not None
+            [item] = again.done["output"]
+            assert item["content"][0]["text"] == again.text
+            assert len(item["epochs"]) == 2
+            check_marked(again.text, whole=300, starts={at for _, at in item["epochs"]})
+            assert again.text.split()[0].split("·")[0] != again.text.split()[-1].split("·")[0], "two attempts made it"
 
 
 async def test_a_wish_to_stop_survives_the_one_who_had_to_carry_it_out(tmp_path: Path) -> None:

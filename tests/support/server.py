@@ -90,6 +90,15 @@ class RunningServer:
         self.url = listening.result()
         self.settings = replace(self.settings, port=urlsplit(self.url).port or 0)
 
+    async def ready(self) -> None:
+        """Wait until it serves sessions, again."""
+        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
+            while True:
+                async with http.get(f"{self.url}/readyz") as answer:
+                    if answer.status == 200:
+                        return
+                await asyncio.sleep(0.02)
+
     async def drain(self) -> None:
         """Stop it in order, as a signal does; an error that ended it before is raised here."""
         assert self._app is not None

@@ -83,7 +83,11 @@ class Cluster:
 
     def primary_of(self, session_id: str) -> int:
         """Which primary, by its place in ``primaries``, holds a session, while nothing has failed over."""
-        return key_slot(keys.session_keys(session_id)[0].encode()) * len(self.primaries) // _SLOTS
+        return self.primary_with(keys.session_keys(session_id)[0])
+
+    def primary_with(self, key: str) -> int:
+        """Which one holds a key."""
+        return key_slot(key.encode()) * len(self.primaries) // _SLOTS
 
     async def promoted(self) -> None:
         """Wait until the replica has become a primary."""

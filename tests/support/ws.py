@@ -180,6 +180,7 @@ async def connect(
         subprotocols=[websockets.Subprotocol(name) for name in subprotocols] or None,
         origin=websockets.Origin(origin) if origin else None,
         max_size=None,
+        max_queue=None,  # else one that is left with much to read does not hear the end of its close
         proxy=None,
         close_timeout=2,
     )
