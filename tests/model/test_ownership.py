@@ -22,7 +22,7 @@ from tests.model.world import World
 pytestmark = pytest.mark.valkey
 
 #: worlds that are run here; the same ones each time.
-_SEEDS = 300
+_SEEDS = 400
 
 
 @pytest.fixture(scope="module")
