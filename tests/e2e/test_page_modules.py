@@ -256,7 +256,7 @@ async def test_a_stopped_answer_stays_as_it_was_seen(page: Page) -> None:
     code = """
       const conversation = new m.Conversation();
       for (const event of x.first) conversation.apply(event);
-      conversation.freeze('r', true);
+      conversation.hold('r', 4);
       for (const event of x.second) conversation.apply(event);
       const before = conversation.item('ir').text;
       for (const event of x.end) conversation.apply(event);
