@@ -36,6 +36,8 @@ import { Conversation, countPoints, newId } from './conversation.js';
  */
 
 const MOST_RETRIES = 5;
+/** How ids of events that stop an answer begin. What is refused of one that is over is nothing to tell. */
+const STOP = 'evt_stop_';
 /** An answer that was stopped before any of it was seen. */
 const STOPPED = { status: 'cancelled', reason: null, code: null, message: null };
 
@@ -154,7 +156,7 @@ export class RealtimeClient {
       responseId: answer?.id ?? null,
       inReplyTo: answer ? answer.inReplyTo : (this.#unsent?.id ?? null),
       seen: Math.min(seen ?? points, points),
-      event: newId('evt_'),
+      event: newId(STOP),
       cutting: false,
       tries: 0,
     };
@@ -278,7 +280,7 @@ export class RealtimeClient {
     if (!item?.unseen) {
       this.#stopped();
     } else if (item !== conversation.items.at(-1)) {
-      this.#leaveWhole(item); // somebody has gone on from it
+      this.#leaveWhole(stop, item); // somebody has gone on from it
     } else {
       stop.cutting = true;
       const what = { event_id: stop.event, item_id: item.id };
@@ -287,9 +289,9 @@ export class RealtimeClient {
     }
   }
 
-  #leaveWhole(item) {
+  #leaveWhole(stop, item) {
     this.#stopped();
-    this.#connection.transmit({ type: 'conversation.item.retrieve', item_id: item.id });
+    this.#connection.transmit({ type: 'conversation.item.retrieve', event_id: stop.event, item_id: item.id });
   }
 
   #stopped() {
@@ -308,7 +310,7 @@ export class RealtimeClient {
       this.#timers.stop = after(error.retry_after_ms ?? backoff(stop.tries), () => this.#cancel());
     } else {
       const item = this.conversation.answerOf(stop.responseId);
-      if (item?.unseen) this.#leaveWhole(item);
+      if (item?.unseen) this.#leaveWhole(stop, item);
       else this.#stopped();
       if (stop.cutting && !error.retryable) return; // somebody else has deleted it, or cut it shorter
       this.#emit('fault', { code: error.code, message: error.message, text: null });
@@ -321,10 +323,8 @@ export class RealtimeClient {
     const unsent = this.#unsent;
     const isAsk = error.event_id && error.event_id === (unsent?.askEvent ?? this.#refusedAsk);
     if (isAsk && (!unsent || unsent.itemRefused)) return; // follows from the refusal of its item, which was handled
-    if (this.#stop && error.event_id === this.#stop.event) {
-      this.#stopRefused(this.#stop, error);
-    } else if (error.code === 'response_cancel_not_active') {
-      return; // a Stop pressed while the end was on its way: nothing to tell
+    if (error.event_id?.startsWith(STOP)) {
+      if (error.event_id === this.#stop?.event) this.#stopRefused(this.#stop, error);
     } else if (!unsent || !error.event_id || ![unsent.itemEvent, unsent.askEvent].includes(error.event_id)) {
       this.#emit('fault', { code: error.code, message: error.message, text: null });
     } else {
