@@ -17,11 +17,13 @@
  * @property {'in_progress' | 'completed' | 'incomplete'} status
  * @property {string} text
  * @property {number} points  length of `text` in code points, the unit of offsets
+ * @property {number} [unseen]  code points that the server has beyond `text`: they came after the person's Stop
+ * @property {string} [responseId]  the answer whose item it is
  * @property {boolean} [pending]  written here, not yet acknowledged by the server
  * @property {string} [engine]  which engine answered
  * @property {Usage} [usage]
  * @property {{queue_ms?: number, ttft_ms?: number, total_ms?: number}} [timing]
- * @property {Outcome} [outcome]  why an answer is not whole
+ * @property {Outcome} [outcome]  why an answer did not complete; one that is cut afterwards has none
  *
  * @typedef {object} Answer  a response that runs or waits
  * @property {string} id
@@ -30,7 +32,6 @@
  * @property {string} epoch
  * @property {'queued' | 'prefill' | 'thinking' | 'streaming' | 'waiting' | null} stage
  * @property {number | null} position  its place in the queue
- * @property {boolean} frozen  the person stopped it: what still comes of it is not shown, only its end
  *
  * @typedef {object} Outcome  how an answer ended that did not complete
  * @property {string} status  `cancelled`, `incomplete` or `failed`
@@ -80,8 +81,9 @@ export function newId(prefix) {
 const textOf = (/** @type {any} */ raw) =>
   (raw.content ?? []).map((/** @type {any} */ part) => part.text ?? part.transcript ?? '').join('');
 
-/** @returns {Outcome} */
+/** @returns {Outcome | undefined} */
 function outcomeOf(status, details) {
+  if (status === 'completed') return undefined;
   const { code = null, message = null } = details?.error ?? {};
   return { status, reason: details?.reason ?? null, code, message };
 }
@@ -102,6 +104,8 @@ export class Conversation {
   #away = null;
   /** @type {{left: number, told: Set<string>} | null} the history as told so far */
   #replay = null;
+  /** The answer that the person stopped, and how much of it is shown. @type {{responseId: string, points: number} | null} */
+  #held = null;
   #changed;
 
   /** @param {(change: Change, subject?: Item) => void} changed */
@@ -128,10 +132,26 @@ export class Conversation {
     return { responseId: answer.id, epoch: answer.epoch, offset };
   }
 
-  /** Show no more of an answer until its end is told, or again what comes. */
-  freeze(responseId, frozen) {
-    const answer = this.#under(responseId);
-    if (answer) answer.frozen = frozen;
+  /** Whether a new connection is still telling the history: there may be more items. */
+  get replaying() {
+    return this.#replay !== null;
+  }
+
+  /** @returns {Item | undefined} */
+  answerOf(responseId) {
+    return this.items.find((item) => item.responseId === responseId);
+  }
+
+  /** Show no more of an answer than its first `points` code points, whatever comes of it. */
+  hold(responseId, points) {
+    this.#held = { responseId, points };
+    const item = this.answerOf(responseId);
+    if (item && item.points > points) this.#setText(item, item.text);
+  }
+
+  /** Show again what comes. What was held back has to be told anew. */
+  release() {
+    this.#held = null;
   }
 
   /** Show a message at the end before the server has it. @returns {Item} */
@@ -250,6 +270,7 @@ export class Conversation {
     }
     const moved = this.#place(item, event.previous_item_id, isNew);
     item.pending = false;
+    item.responseId = raw.response_id ?? event.response_id ?? item.responseId;
     item.status = raw.status ?? (ends ? 'completed' : item.status);
     const text = textOf(raw);
     // An item that begins is told without text; what was held of it stays until its deltas say otherwise.
@@ -284,15 +305,27 @@ export class Conversation {
   }
 
   #setText(item, text) {
-    if (item.text === text) return;
-    item.text = text;
-    item.points = countPoints(text);
+    const shown = this.#isHeld(item.responseId) ? headOf(text, this.#held.points) : text;
+    item.unseen = shown === text ? 0 : countPoints(text) - countPoints(shown);
+    if (item.text === shown) return;
+    item.text = shown;
+    item.points = countPoints(shown);
     this.#changed('text', item);
+  }
+
+  #isHeld(responseId) {
+    return this.#held !== null && this.#held.responseId === responseId;
   }
 
   #cut(event) {
     const item = this.#byId.get(event.item_id);
-    if (item && event.text_end != null) this.#setText(item, headOf(item.text, event.text_end));
+    const end = event.text_end;
+    if (!item || end == null || end >= item.points + (item.unseen ?? 0)) return;
+    const unseen = Math.max(0, end - item.points);
+    this.#setText(item, headOf(item.text, end));
+    item.unseen = unseen;
+    item.status = 'incomplete';
+    this.#changed('item', item);
   }
 
   #answerBegins(event) {
@@ -305,8 +338,7 @@ export class Conversation {
     } else if (this.#running(response.id)) {
       this.answer.inReplyTo ??= inReplyTo;
     } else {
-      const [stage, position] = [null, null];
-      this.answer = { id: response.id, itemId: null, inReplyTo, epoch: '', stage, position, frozen: false };
+      this.answer = { id: response.id, itemId: null, inReplyTo, epoch: '', stage: null, position: null };
     }
     this.#changed('answer');
   }
@@ -336,8 +368,8 @@ export class Conversation {
 
   #delta(event) {
     const answer = this.#running(event.response_id);
-    if (answer?.frozen) return true;
-    const item = this.#byId.get(event.item_id) ?? this.#open(event.item_id);
+    if (this.#isHeld(event.response_id)) return true;
+    const item = this.#byId.get(event.item_id) ?? this.#open(event);
     if (!applyDelta(item, event.offset ?? item.points, event.delta)) return false;
     if (answer) {
       answer.itemId = item.id;
@@ -349,9 +381,9 @@ export class Conversation {
   }
 
   /** An answer's item that was not announced. @returns {Item} */
-  #open(id) {
+  #open({ item_id: id, response_id: responseId }) {
     /** @type {Item} */
-    const item = { id, role: 'assistant', status: 'in_progress', text: '', points: 0 };
+    const item = { id, responseId, role: 'assistant', status: 'in_progress', text: '', points: 0 };
     this.#byId.set(id, item);
     this.#place(item, undefined, true);
     this.#changed('items', item);
@@ -364,16 +396,16 @@ export class Conversation {
   }
 
   #answerEnds(response) {
-    const told = (response.output ?? []).map((/** @type {any} */ raw) => this.#byId.get(raw.id));
-    const item = told.findLast((/** @type {Item | undefined} */ one) => one);
-    const outcome = response.status === 'completed' ? undefined : outcomeOf(response.status, response.status_details);
+    const raw = (response.output ?? []).findLast((/** @type {any} */ one) => this.#byId.has(one.id));
+    const item = raw && this.#byId.get(raw.id);
+    const outcome = outcomeOf(response.status, response.status_details);
     const answer = this.#under(response.id);
     if (item) {
       item.engine = response.engine ?? item.engine;
       item.usage = response.usage ?? item.usage;
       item.timing = response.timing ?? item.timing;
       item.outcome = outcome;
-      item.status = outcome ? 'incomplete' : 'completed';
+      item.status = raw.status;
       this.#changed('item', item);
     }
     if (answer) {

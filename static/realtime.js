@@ -26,15 +26,20 @@ import { Conversation, countPoints, newId } from './conversation.js';
  * @property {boolean} itemRefused
  * @property {number} tries
  *
- * @typedef {object} Stop  the wish that an answer ends; kept until it has, over any number of connections
+ * @typedef {object} Stop  the wish that an answer ends where the person saw it; kept until it has, over all connections
  * @property {string | null} responseId  null: the server has not said yet that the answer began
  * @property {string | null} inReplyTo  the message that was asked about
  * @property {number} seen  what the person saw of the answer, in code points
- * @property {string} event  id of the event that asks for it
+ * @property {string} event  id of the events that ask for it
+ * @property {boolean} cutting  the answer ended by itself, and the server was asked on this connection to cut it
  * @property {number} tries
  */
 
 const MOST_RETRIES = 5;
+/** How ids of events that stop an answer begin. What is refused of one that is over is nothing to tell. */
+const STOP = 'evt_stop_';
+/** An answer that was stopped before any of it was seen. */
+const STOPPED = { status: 'cancelled', reason: null, code: null, message: null };
 
 export class RealtimeClient {
   conversation = new Conversation((change, subject) => this.#emit(change, subject));
@@ -88,12 +93,12 @@ export class RealtimeClient {
     return this.#sessionId;
   }
 
-  /** Whether a message waits for its answer or an answer runs: the next one has to wait. */
+  /** Whether a message waits for its answer, or an answer runs or is to stop: the next one has to wait. */
   get busy() {
-    return this.#unsent !== null || this.conversation.answer !== null;
+    return this.#unsent !== null || this.#stop !== null || this.conversation.answer !== null;
   }
 
-  /** Whether an answer is to stop and the server has not said that it did. */
+  /** Whether an answer is to stop, and the server has not said that it did and what is kept of it. */
   get stopping() {
     return this.#stop !== null;
   }
@@ -142,7 +147,7 @@ export class RealtimeClient {
   stop(seen = null) {
     if (this.#stop || !this.busy) return;
     if (this.#unsent && !this.#unsent.sent) {
-      this.#takeBack('cancelled', null, ''); // not asked yet: nothing is there to be stopped
+      this.#takeBack(STOPPED); // not asked yet: nothing is there to be stopped
       return;
     }
     const { answer } = this.conversation;
@@ -151,7 +156,8 @@ export class RealtimeClient {
       responseId: answer?.id ?? null,
       inReplyTo: answer ? answer.inReplyTo : (this.#unsent?.id ?? null),
       seen: Math.min(seen ?? points, points),
-      event: newId('evt_'),
+      event: newId(STOP),
+      cutting: false,
       tries: 0,
     };
     this.#cancel();
@@ -180,17 +186,15 @@ export class RealtimeClient {
       this.#connection.comeBack(); // text is missing: the next connection goes on from what is there
       return;
     }
-    if (event.type === 'session.created') this.#joined(event.active_response);
+    if (event.type === 'session.created') this.#joined();
     if (event.type === 'response.created') this.#accepted(event);
-    if (event.type === 'response.done' && event.response.id === this.#stop?.responseId) this.#stopped();
     if (event.type === 'error') this.#refused(event.error);
+    if (this.#stop) this.#watchStop(this.#stop, event);
   }
 
   /** A new connection: what was asked for on the one before may not have arrived. */
-  #joined(active) {
-    // What runs may be another answer, with ours behind it. If nothing runs, ours has ended.
-    if (active) this.#cancel();
-    else if (this.#stop?.responseId) this.#stopped();
+  #joined() {
+    this.#cancel();
     this.#deliver();
   }
 
@@ -220,14 +224,13 @@ export class RealtimeClient {
     if (this.#unsent && (!inReplyTo || inReplyTo === this.#unsent.id)) this.#unsent = null;
     if (this.#stop && !this.#stop.responseId && inReplyTo === this.#stop.inReplyTo) {
       this.#stop.responseId = event.response.id;
-      if (event.duplicate) this.#stopped(); // it had ended before
-      else this.#cancel();
+      this.#cancel();
     }
     this.#emit('answer');
   }
 
   /** The server did not take it, or was not asked: a message goes back to the person, a question that stands is ended. */
-  #takeBack(status, code, message) {
+  #takeBack(outcome) {
     const unsent = this.#unsent;
     if (!unsent) return;
     const isPending = this.#isPending();
@@ -237,10 +240,10 @@ export class RealtimeClient {
     if (this.#stop?.inReplyTo === unsent.id) this.#stopped();
     if (isPending) {
       this.conversation.remove(unsent.id);
-      this.#emit('fault', { code, message, text: unsent.text });
+      this.#emit('fault', { code: outcome.code, message: outcome.message, text: unsent.text });
       this.#emit('answer');
     } else {
-      this.conversation.setOutcome(unsent.id, { status, reason: null, code, message });
+      this.conversation.setOutcome(unsent.id, outcome);
     }
   }
 
@@ -251,28 +254,67 @@ export class RealtimeClient {
     const stop = this.#stop;
     this.#clear('stop');
     if (!stop?.responseId) return;
-    this.conversation.freeze(stop.responseId, true);
+    stop.cutting = false;
     const { event: event_id, responseId: response_id, seen } = stop;
+    this.conversation.hold(response_id, seen);
     this.#connection.transmit({ type: 'response.cancel', event_id, response_id, seen });
+  }
+
+  #watchStop(stop, event) {
+    const { conversation } = this;
+    if (event.type === 'response.done' && event.response.id === stop.responseId) {
+      // While the history is told it is not known whether somebody went on from it; the answer to our cancel is behind it.
+      if (!conversation.replaying) this.#ended(stop);
+    } else if (stop.cutting && /item\.(truncated|deleted)$/.test(event.type)) {
+      if (conversation.answerOf(stop.responseId)?.unseen) return; // it was another one, or cut elsewhere
+      this.#stopped();
+      if (!stop.seen && stop.inReplyTo) conversation.setOutcome(stop.inReplyTo, STOPPED);
+    }
+  }
+
+  /** It is over. If that was not by our stop, the server has more of it than the person saw: that is taken off now. */
+  #ended(stop) {
+    const { conversation } = this;
+    if (stop.cutting || conversation.answer?.id === stop.responseId) return; // what is waited for is on its way
+    const item = conversation.answerOf(stop.responseId);
+    if (!item?.unseen) {
+      this.#stopped();
+    } else if (item !== conversation.items.at(-1)) {
+      this.#leaveWhole(stop, item); // somebody has gone on from it
+    } else {
+      stop.cutting = true;
+      const what = { event_id: stop.event, item_id: item.id };
+      if (stop.seen > 0) this.#connection.transmit({ type: 'conversation.item.truncate', ...what, text_end: stop.seen });
+      else this.#connection.transmit({ type: 'conversation.item.delete', ...what });
+    }
+  }
+
+  #leaveWhole(stop, item) {
+    this.#stopped();
+    this.#connection.transmit({ type: 'conversation.item.retrieve', event_id: stop.event, item_id: item.id });
   }
 
   #stopped() {
     this.#stop = null;
     this.#clear('stop');
+    this.conversation.release();
     this.#emit('answer');
   }
 
   #stopRefused(stop, error) {
-    if (error.retryable && stop.tries < MOST_RETRIES) {
+    if (error.code === 'response_cancel_not_active') {
+      this.#ended(stop);
+    } else if (error.retryable && stop.tries < MOST_RETRIES) {
       stop.tries += 1;
       this.#clear('stop');
       this.#timers.stop = after(error.retry_after_ms ?? backoff(stop.tries), () => this.#cancel());
-      return;
+    } else {
+      const item = this.conversation.answerOf(stop.responseId);
+      if (item?.unseen) this.#leaveWhole(stop, item);
+      else this.#stopped();
+      if (stop.cutting && !error.retryable) return; // somebody else has deleted it, or cut it shorter
+      this.#emit('fault', { code: error.code, message: error.message, text: null });
     }
-    this.#stopped();
-    if (error.code === 'response_cancel_not_active') return; // it has ended by itself
-    this.conversation.freeze(stop.responseId, false);
-    this.#emit('fault', { code: error.code, message: error.message, text: null });
   }
 
   // What the server refuses.
@@ -281,8 +323,8 @@ export class RealtimeClient {
     const unsent = this.#unsent;
     const isAsk = error.event_id && error.event_id === (unsent?.askEvent ?? this.#refusedAsk);
     if (isAsk && (!unsent || unsent.itemRefused)) return; // follows from the refusal of its item, which was handled
-    if (this.#stop && error.event_id === this.#stop.event) {
-      this.#stopRefused(this.#stop, error);
+    if (error.event_id?.startsWith(STOP)) {
+      if (error.event_id === this.#stop?.event) this.#stopRefused(this.#stop, error);
     } else if (!unsent || !error.event_id || ![unsent.itemEvent, unsent.askEvent].includes(error.event_id)) {
       this.#emit('fault', { code: error.code, message: error.message, text: null });
     } else {
@@ -294,13 +336,13 @@ export class RealtimeClient {
     unsent.itemRefused = error.event_id === unsent.itemEvent;
     unsent.sent = false;
     if (this.#stop?.inReplyTo === unsent.id && !this.#stop.responseId) {
-      this.#takeBack('cancelled', null, ''); // it was to be stopped, and has not begun
+      this.#takeBack(STOPPED); // it was to be stopped, and has not begun
     } else if (error.retryable && unsent.tries < MOST_RETRIES) {
       unsent.tries += 1;
       this.#clear('resend');
       this.#timers.resend = after(error.retry_after_ms ?? backoff(unsent.tries), () => this.#deliver());
     } else {
-      this.#takeBack('failed', error.code, error.message);
+      this.#takeBack({ status: 'failed', reason: null, code: error.code, message: error.message });
     }
   }
 

@@ -56,9 +56,8 @@ export function factsOf(item) {
 
 /** Why an answer is not whole. @param {import('./conversation.js').Outcome | undefined} outcome */
 function whyText(outcome) {
-  if (!outcome) return 'Not whole';
+  if (!outcome || outcome.status === 'cancelled') return 'Stopped';
   const { status, reason, message } = outcome;
-  if (status === 'cancelled') return 'Stopped';
   if (reason === 'max_output_tokens') return 'Cut off: the answer is as long as one may be';
   if (reason === 'content_filter') return 'Cut off by a content filter';
   const what = status === 'failed' ? 'Broken off' : 'Cut off';

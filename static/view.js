@@ -88,7 +88,7 @@ export class ConversationView {
   /** Bring the messages into the conversation's order, and what stands around them up to date. */
   #arrange() {
     this.#orderChanged = false;
-    const { conversation, busy } = /** @type {import('./realtime.js').RealtimeClient} */ (this.#client);
+    const { conversation, busy, stopping } = /** @type {import('./realtime.js').RealtimeClient} */ (this.#client);
     const items = conversation.items.filter((item) => item.role !== 'system');
     const wanted = new Set(items.map((item) => item.id));
     for (const [id, { element }] of this.#shown) {
@@ -108,7 +108,7 @@ export class ConversationView {
     else if (!this.#empty.hidden) this.#follower.jump();
     this.#empty.hidden = items.length > 0;
     const running = conversation.answer?.itemId ? conversation.item(conversation.answer.itemId) : null;
-    this.#typing.hidden = !busy || Boolean(running?.text);
+    this.#typing.hidden = !busy || stopping || Boolean(running?.text);
   }
 
   /** @returns {Shown} */
@@ -138,7 +138,7 @@ export class ConversationView {
       else body.textContent = item.text;
       shown.text = item.text;
     }
-    element.hidden = writing && !item.text;
+    element.hidden = !item.text && (writing || Boolean(item.unseen));
     element.classList.toggle('live', writing);
     element.classList.toggle('pending', item.pending === true);
     if (shown.writing && !writing) this.#announce(shown);

@@ -31,6 +31,8 @@ from chat_server.errors import ChatServerError
 OPEN_TIMEOUT_S = 15.0
 #: Seconds in which a lost connection must be back; then the question under way fails. A restart takes some of them.
 PATIENCE_S = 60.0
+#: Seconds that it may be away before whoever waits for an answer is told: most are back before a person would notice.
+NOTICE_S = 1.0
 #: Seconds before the first try to come back, if the server named none, and the most before any.
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 3.0
 #: Close codes after which coming back helps nobody: it is done, or we are at fault, or may not be there.
@@ -49,6 +51,10 @@ class Refused(ChatError):
 
 class ConnectionLost(ChatError):
     """The connection ended and did not come back. What was said is stored: the session can be opened again."""
+
+
+class SessionGone(ConnectionLost):
+    """The session is not there any more: there is nothing to come back to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class _Question:
     item_id: str
     event_ids: tuple[str, str]
     on_text: Callable[[str], None]
+    on_lost: Callable[[], None]
     answered: asyncio.Future[Answer]
     response_id: str | None = None
     epoch: str = ""
@@ -133,6 +140,8 @@ class Connection:
         self._socket = socket
         self._patience_s = patience_s
         self._retry_after_s: float | None = None
+        #: it has been away for longer than NOTICE_S.
+        self._is_missed = False
         self._question: _Question | None = None
         self._end: ChatError | None = None
         self._reader = asyncio.create_task(self._read(), name="chat-reader")
@@ -152,19 +161,24 @@ class Connection:
         socket, created = await door.enter(session_id=session_id)
         return cls(door, socket, created, patience_s)
 
-    async def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
+    async def ask(
+        self, text: str, on_text: Callable[[str], None], on_lost: Callable[[], None] = lambda: None
+    ) -> Answer:
         """Say ``text`` and wait for the end of the answer; ``on_text`` gets each piece of it at once.
 
-        Raises ChatError if the server refuses, ConnectionLost if the connection is gone and does not come back.
+        ``on_lost`` is called each time that the connection goes meanwhile and is not back in a moment. Raises ChatError
+        if the server refuses, ConnectionLost if the connection is gone and does not come back.
         """
         assert self._question is None, "one question at a time"
         if self._end is not None:
             raise self._end
         ids = (f"event_{secrets.token_hex(8)}", f"event_{secrets.token_hex(8)}")
         item_id = f"item_{secrets.token_hex(16)}"
-        question = _Question(text, item_id, ids, on_text, asyncio.get_running_loop().create_future())
+        question = _Question(text, item_id, ids, on_text, on_lost, asyncio.get_running_loop().create_future())
         self._question = question
         try:
+            if self._is_missed:
+                on_lost()
             await self._deliver(question)
             return await question.answered
         finally:
@@ -227,6 +241,7 @@ class Connection:
         """Connect again, with what we hold of the answer under way. Raises ChatError if that can not be."""
         delay = _FIRST_DELAY_S if self._retry_after_s is None else self._retry_after_s
         self._retry_after_s = None
+        notice = asyncio.get_running_loop().call_later(NOTICE_S, self._miss)
         try:
             async with asyncio.timeout(self._patience_s):
                 while True:
@@ -234,13 +249,24 @@ class Connection:
                     try:
                         self._socket, created = await self._door.enter(**self._held())
                         break
+                    except SessionGone:
+                        raise
                     except Refused as error:
-                        raise ConnectionLost(str(error)) from error
+                        message = f"The connection was lost, and the server refuses a new one: {error}"
+                        raise ConnectionLost(message) from error
                     except ChatError:  # it is not there yet
                         delay = min(2 * delay + _FIRST_DELAY_S, _LONGEST_DELAY_S) * random.uniform(0.5, 1)
         except TimeoutError:
-            raise lost from None
+            raise ConnectionLost(f"{lost} It did not come back within {self._patience_s:.0f} s.") from None
+        finally:
+            notice.cancel()
+            self._is_missed = False
         await self._rejoined(created)
+
+    def _miss(self) -> None:
+        self._is_missed = True
+        if self._question is not None and not self._question.answered.done():
+            self._call(self._question, self._question.on_lost)
 
     def _held(self) -> dict[str, str | None]:
         question = self._question
@@ -307,8 +333,13 @@ class Connection:
         before, question.text = question.text, text
         if before.startswith(text):
             return
+        new = text[len(before) :] if text.startswith(before) else "\n" + text
+        Connection._call(question, question.on_text, new)
+
+    @staticmethod
+    def _call(question: _Question, told: Callable[..., None], *arguments: str) -> None:
         try:
-            question.on_text(text[len(before) :] if text.startswith(before) else "\n" + text)
+            told(*arguments)
         except Exception as error:
             question.answered.set_exception(error)  # the caller's own fault goes to the caller
 
@@ -347,10 +378,11 @@ def _why_not(error: Exception, url: str) -> ChatError:
         status = error.response.status_code
         kind = Refused if status < 500 and status != 429 else ChatError
         try:
-            reason = str(json.loads(error.response.body or b"")["error"]["message"])
+            told = json.loads(error.response.body or b"")["error"]
+            reason = f"{told['message']} (HTTP {status})"
         except (ValueError, KeyError, TypeError):
             return kind(f"{url} answered HTTP {status}: no chat server seems to be there.")
-        return kind(f"{reason} (HTTP {status})")
+        return SessionGone(reason) if told.get("code") == "session_not_found" else kind(reason)
     if isinstance(error, ssl.SSLError):
         return Refused(f"No secure connection to {url}: {error.reason or error}")
     if isinstance(error, ConnectionRefusedError) or (
@@ -373,4 +405,5 @@ def _lost(end: ConnectionClosed) -> ConnectionLost:
         1012: "the server restarts",
         1013: "the server is overloaded, or this connection was too slow",
     }.get(code, (end.rcvd.reason if end.rcvd else "") or "the connection broke")
-    return ConnectionLost(f"The connection was lost: {why} (close code {code}).")
+    kind = SessionGone if code == 1000 else ConnectionLost
+    return kind(f"The connection was lost: {why} (close code {code}).")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from chat_server.client.connection import Answer, ChatError, Connection, ConnectionLost
+from chat_server.client.connection import Answer, ChatError, Connection, ConnectionLost, SessionGone
 
 T = TypeVar("T")
 
@@ -46,7 +46,8 @@ def run_terminal(url: str, api_key: str | None = None, session_id: str | None = 
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:
-            loop.run(connection.close())
+            with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait for that either
+                loop.run(connection.close())
 
 
 class _Loop:
@@ -87,6 +88,8 @@ class _Chat:
         self._connection = connection
         self._notes = notes
         self._interactive = interactive
+        #: an answer stands half written in its line.
+        self._is_mid_line = False
 
     def run(self) -> int:
         so_far = f", {self._connection.item_count} messages so far" if self._connection.item_count else ""
@@ -97,8 +100,12 @@ class _Chat:
         for line in self._lines():
             try:
                 answer = self._ask(line)
+            except SessionGone as error:
+                self._problem(f"{error} Start the chat again without --session for a new conversation.")
+                return 1
             except ConnectionLost as error:
-                self._problem(f"{error} Go on with: --session {self._connection.session_id}")
+                again = f"Start the chat again with --session {self._connection.session_id} to go on from here."
+                self._problem(f"{error} {again}")
                 return 1
             except ChatError as error:
                 self._problem(str(error))
@@ -126,18 +133,26 @@ class _Chat:
 
     def _ask(self, line: str) -> Answer:
         on_interrupt = self._connection.cancel if self._interactive else None
-        return self._loop.run(self._connection.ask(line, self._write), on_interrupt=on_interrupt)
+        asking = self._connection.ask(line, self._write, lambda: self._note("Connection lost, reconnecting ..."))
+        return self._loop.run(asking, on_interrupt=on_interrupt)
 
-    @staticmethod
-    def _write(text: str) -> None:
+    def _write(self, text: str) -> None:
         sys.stdout.write(text.translate(NO_CONTROLS))
         sys.stdout.flush()
+        self._is_mid_line = not text.endswith("\n")
 
     def _note(self, text: str) -> None:
-        self._notes.print(text, style="dim", markup=False, soft_wrap=True)
+        self._tell(text, style="dim")
 
     def _problem(self, text: str) -> None:
-        self._notes.print(text, style="red", markup=False, soft_wrap=True)
+        self._tell(text, style="red")
+
+    def _tell(self, text: str, style: str) -> None:
+        """What is no answer, in a line of its own; an answer in a file goes on as if nothing had been said."""
+        if self._is_mid_line and sys.stdout.isatty():
+            self._notes.print()
+            self._is_mid_line = False
+        self._notes.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def _summary(answer: Answer) -> str:

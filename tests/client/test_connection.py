@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from chat_server.client.connection import ChatError, Connection, ConnectionLost, realtime_url
+from chat_server.client import connection as client
+from chat_server.client.connection import ChatError, Connection, ConnectionLost, SessionGone, realtime_url
 from chat_server.engine.simulated import Fault, answer_for
 from tests.support.line import line_to
 from tests.support.server import QUICK, RunningServer, free_port, running_server
@@ -31,12 +32,16 @@ async def slow_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
 
 
 @asynccontextmanager
-async def connected(server: RunningServer, session_id: str | None = None) -> AsyncIterator[Connection]:
-    connection = await Connection.open(server.url, session_id=session_id)
+async def connected_by(url: str, session_id: str | None = None) -> AsyncIterator[Connection]:
+    connection = await Connection.open(url, session_id=session_id)
     try:
         yield connection
     finally:
         await connection.close()
+
+
+def connected(server: RunningServer, session_id: str | None = None) -> AbstractAsyncContextManager[Connection]:
+    return connected_by(server.url, session_id)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ async def test_a_server_that_stops_ends_the_question(server: RunningServer) -> N
     try:
         await server.stop()
         for _ in range(2):
-            with pytest.raises(ConnectionLost, match="connection was lost"):
+            with pytest.raises(ConnectionLost, match=r"connection was lost.*did not come back within"):
                 await connection.ask("Hello", lambda _: None)
     finally:
         await connection.close()
@@ -219,6 +224,45 @@ async def test_a_stop_outlives_the_cut(slow_server: RunningServer) -> None:
             await connection.close()
 
 
+@pytest.mark.parametrize("long", [True, False])
+async def test_a_connection_that_stays_away_is_told_once(
+    slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    """Whoever waits for an answer learns of it, before the rest comes; not if it is back in a moment."""
+    monkeypatch.setattr(client, "NOTICE_S", 0.1 if long else 5.0)
+    async with line_to(slow_server.url) as line, connected_by(line.url) as connection:
+        told: list[str | None] = []
+
+        def passed_on(piece: str) -> None:
+            told.append(piece)
+            if len(told) == 5:
+                line.cut(down=True)
+                asyncio.get_running_loop().call_later(0.5, line.up)
+
+        text = "Tell me more, in 100 words."
+        answer = await connection.ask(text, passed_on, lambda: told.append(None))
+        assert [place for place, piece in enumerate(told) if piece is None] == ([5] if long else [])
+        assert "".join(filter(None, told)) == answer.text == answer_for([{"role": "user", "content": text}])
+
+
+async def test_who_asks_while_the_connection_is_away_is_told(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, if it has been away for long. What the caller does wrong then comes back to it, as with its text."""
+    monkeypatch.setattr(client, "NOTICE_S", 0.05)
+
+    def broken() -> None:
+        raise BrokenPipeError
+
+    async with line_to(server.url) as line, connected_by(line.url) as connection:
+        line.cut(down=True)
+        for _ in range(2):  # before it is noticed, and after
+            with pytest.raises(BrokenPipeError):
+                await connection.ask("Hello", lambda _: None, broken)
+        line.up()
+        assert (await connection.ask("Hello", lambda _: None)).status == "completed"
+
+
 async def test_an_answer_that_ended_unheard_is_told(server: RunningServer) -> None:
     """Nothing of it had arrived when the line went: all of it comes with the next connection."""
     async with line_to(server.url) as line:
@@ -272,7 +316,7 @@ async def test_a_session_that_is_gone_ends_the_connection(server: RunningServer)
             async with aiohttp.ClientSession() as http, http.delete(session) as told:
                 assert told.status < 300
             line.up()
-            with pytest.raises(ConnectionLost, match=f"{connection.session_id}.*HTTP 404"):
+            with pytest.raises(SessionGone, match=f"{connection.session_id}.*HTTP 404"):
                 await connection.ask("Hello", lambda _: None)
         finally:
             await connection.close()

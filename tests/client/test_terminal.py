@@ -10,15 +10,29 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
+import aiohttp
 import pytest
+import pytest_asyncio
 
 from chat_server.engine.simulated import Fault, answer_for
-from tests.support.server import QUICK, RunningServer, free_port
+from tests.support.line import Line, line_to
+from tests.support.server import QUICK, RunningServer, free_port, running_server
 
 pytestmark = pytest.mark.server
 
 PROGRAM = "import sys; from chat_server.client.terminal import run_terminal; sys.exit(run_terminal(*sys.argv[1:]))"
+
+#: The same with a chat that waits for a lost connection for a second only.
+IMPATIENT = (
+    "import functools; from chat_server.client.terminal import Connection; "
+    "Connection.open = functools.partial(Connection.open, patience_s=1.2); "
+) + PROGRAM
+
+#: What is said of a connection that is away for long.
+LOST = "Connection lost, reconnecting ..."
 
 #: Ctrl-C as the terminal sends it is SIGINT to the program.
 CTRL_C = signal.SIGINT
@@ -123,16 +137,27 @@ class Person:
                 self._shown.clear()
                 await self._shown.wait()
 
+    async def leave(self) -> int:
+        """Press Ctrl-C at the prompt, as people do: again if nothing happens.
+
+        readline loses one that comes between its showing the prompt and its waiting for a key.
+        """
+        ending = asyncio.ensure_future(self.end())
+        while not ending.done():
+            self.press(CTRL_C)
+            await asyncio.wait({ending}, timeout=1.0)
+        return await ending
+
     async def end(self) -> int:
         async with asyncio.timeout(10):
             return await self.process.wait()
 
 
 @asynccontextmanager
-async def person(server: RunningServer) -> AsyncIterator[Person]:
+async def person(server: RunningServer | Line, program: str = PROGRAM) -> AsyncIterator[Person]:
     screen, terminal = pty.openpty()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, server.url),
+        *(sys.executable, "-c", program, server.url),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -172,8 +197,7 @@ async def test_ctrl_c_stops_the_answer_and_at_the_prompt_it_leaves(server: Runni
         assert "cancelled" in somebody.seen
         somebody.type("Hello")
         await somebody.prompt(2)
-        somebody.press(CTRL_C)
-        assert await somebody.end() == 0
+        assert await somebody.leave() == 0
         assert "Traceback" not in somebody.seen
 
 
@@ -183,3 +207,101 @@ async def test_text_of_a_model_can_not_steer_the_terminal(server: RunningServer)
     assert "gotcha" in out
     assert "\x1b" not in out
     assert "\x07" not in out
+
+
+@pytest_asyncio.fixture
+async def slow_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """Slow enough to be cut in mid-answer."""
+    async with running_server(tmp_path, simulated=replace(QUICK, tokens_per_s=300.0)) as running:
+        yield running
+
+
+LONG = "Tell me more, in 300 words."
+
+
+async def test_a_person_reads_that_the_connection_is_away(slow_server: RunningServer) -> None:
+    """In a line of its own within the answer, which goes on below it; nothing is said of a connection that is back."""
+    async with line_to(slow_server.url) as line, person(line) as somebody:
+        somebody.type(LONG)
+        await somebody.see("You wrote")
+        line.cut(down=True)
+        await somebody.see(LOST)
+        line.up()
+        await somebody.prompt(1)
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", somebody.seen).replace("\r\n", "\n")
+        assert plain.count(f"\n{LOST}\n") == 1
+        assert answer_for([{"role": "user", "content": LONG}]) in plain.replace(f"\n{LOST}\n", "")
+
+
+async def test_in_a_pipe_the_answer_has_nothing_of_it(slow_server: RunningServer) -> None:
+    """That the connection is away goes to stderr, once; the answer is whole."""
+    async with line_to(slow_server.url) as line:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PROGRAM, line.url),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            async with asyncio.timeout(20):
+                process.stdin.write(f"{LONG}\n".encode())
+                begun = await process.stdout.readexactly(20)
+                line.cut(down=True)
+                notes = await process.stderr.readuntil(LOST.encode())
+                line.up()
+                rest, more = await process.communicate(b"")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert (begun + rest).decode() == answer_for([{"role": "user", "content": LONG}]) + "\n"
+    assert (notes + more).decode().count(LOST) == 1
+    assert process.returncode == 0
+
+
+async def test_who_gives_up_says_how_to_go_on(slow_server: RunningServer) -> None:
+    """The connection does not come back in time: in a line of its own stands the session to start again with."""
+    async with line_to(slow_server.url) as line, person(line, IMPATIENT) as somebody:
+        somebody.type(LONG)
+        await somebody.see("You wrote")
+        line.cut(down=True)
+        assert await somebody.end() == 1
+        session = re.search(r"session (\w+)", somebody.seen)
+        assert session
+        await somebody.see(f"Start the chat again with --session {session[1]} to go on from here.")
+        assert re.search(r"\n\S*The connection was lost: .* It did not come back", somebody.seen)
+        assert "Traceback" not in somebody.seen
+
+
+async def test_a_conversation_that_was_deleted_can_not_be_gone_on_with(slow_server: RunningServer) -> None:
+    """While the connection was away: nobody is told to come back to it."""
+    async with line_to(slow_server.url) as line, person(line) as somebody:
+        somebody.type(LONG)
+        await somebody.see("You wrote")
+        line.cut(down=True)
+        session = re.search(r"session (\w+)", somebody.seen)
+        assert session
+        async with (
+            aiohttp.ClientSession() as http,
+            http.delete(f"{slow_server.url}/v1/sessions/{session[1]}") as told,
+        ):
+            assert told.status < 300
+        line.up()
+        assert await somebody.end() == 1
+        await somebody.see("Start the chat again without --session for a new conversation.")
+        assert "Traceback" not in somebody.seen
+
+
+async def test_who_does_not_want_to_wait_for_a_lost_connection_leaves(slow_server: RunningServer) -> None:
+    """The first Ctrl-C is the wish to stop the answer, the second one leaves; no traceback."""
+    async with line_to(slow_server.url) as line, person(line) as somebody:
+        somebody.type(LONG)
+        await somebody.see("You wrote")
+        line.cut(down=True)
+        await somebody.see(LOST)
+        somebody.press(CTRL_C)
+        await asyncio.sleep(0.2)
+        somebody.press(CTRL_C)
+        assert await somebody.end() == 130
+        assert "Traceback" not in somebody.seen

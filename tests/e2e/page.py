@@ -111,6 +111,18 @@ class ChatPage:
         await self.live.filter(has_text="You wrote:").wait_for(timeout=PATIENCE_MS)
         return await self.live.locator(".md").inner_text()
 
+    @property
+    def session_id(self) -> str:
+        return self.page.url.partition("#session=")[2]
+
+    async def same_in_a_fresh_tab(self, browser: Browser, url: str) -> None:
+        """What the page shows is what the server at ``url`` has: a tab that was never cut shows the same."""
+        async with visit(browser, url) as other:
+            await other.open(f"#session={self.session_id}")
+            await expect(other.facts).to_have_count(await self.facts.count())
+            messages = "#messages"
+            assert await other.page.locator(messages).inner_text() == await self.page.locator(messages).inner_text()
+
     def quiet(self) -> None:
         """Fail if the page complained of anything but what was expected, or asked another host for anything."""
         assert self._complaints == []

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from playwright.async_api import Browser, Page, Route
+from playwright.async_api import Page
 
 from chat_server.engine.simulated import answer_for
+from tests.e2e.modules import ASKED, created, delta, end, message, run, running_answer, told
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
-
-STATIC = Path(__file__).parents[2] / "static"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def page(browser: Browser) -> AsyncIterator[Page]:
-    """An empty page that finds our modules under ``/static/``; there is no server."""
-    page = await browser.new_page()
-
-    async def serve(route: Route) -> None:
-        name = route.request.url.partition("/static/")[2]
-        if name:
-            await route.fulfill(body=(STATIC / name).read_text(), content_type="text/javascript")
-        else:
-            await route.fulfill(body="<!doctype html>", content_type="text/html")
-
-    await page.route("**/*", serve)
-    await page.goto("http://page.invalid/")
-    yield page
-    await page.close()
-
-
-async def run(page: Page, module: str, code: str, argument: object = None) -> Any:
-    """What the function body ``code`` returns; it has the module as ``m`` and the argument as ``x``."""
-    return await page.evaluate(f"async (x) => {{ const m = await import('/static/{module}'); {code} }}", argument)
 
 
 async def test_offsets_count_code_points(page: Page) -> None:
@@ -67,21 +40,6 @@ async def test_a_gap_changes_nothing_and_is_told(page: Page) -> None:
       return [m.applyDelta(item, 2, 'x'), item.text, m.applyDelta(item, 1, 'x'), item.text];
     """
     assert await run(page, "conversation.js", code) == [False, "👍", True, "👍x"]
-
-
-def message(id: str, text: str, role: str = "user", **fields: Any) -> dict[str, Any]:
-    content = [{"type": "output_text" if role == "assistant" else "input_text", "text": text}] if text else []
-    return {"id": id, "type": "message", "role": role, "status": "completed", "content": content, **fields}
-
-
-def told(item: dict[str, Any], after: str | None) -> list[dict[str, Any]]:
-    kinds = ("conversation.item.added", "conversation.item.done")
-    return [{"type": kind, "item": item, "previous_item_id": after} for kind in kinds]
-
-
-def created(items: int, active: dict[str, Any] | None = None) -> dict[str, Any]:
-    session = {"id": "sess_1", "model": "m"}
-    return {"type": "session.created", "session": session, "item_count": items, "active_response": active}
 
 
 async def conversation(page: Page, events: list[dict[str, Any]]) -> Any:
@@ -133,37 +91,6 @@ async def test_an_answer_that_ended_while_away_is_not_waited_for(page: Page) -> 
     running = [created(0), {"type": "response.created", "response": {"id": "r", "status": "in_progress"}}]
     assert (await conversation(page, running))["answer"] == "r"
     assert (await conversation(page, [*running, created(0)]))["answer"] is None
-
-
-def running_answer(answer: str, after: str, reply_to: str, text: str) -> list[dict[str, Any]]:
-    """The beginning of an answer as it is told when it is new, with some text."""
-    begun = message(f"i{answer}", "", "assistant", status="in_progress")
-    return [
-        {"type": "response.created", "response": {"id": answer, "status": "in_progress"}, "in_reply_to": reply_to},
-        {"type": "response.output_item.added", "response_id": answer, "item": begun},
-        {"type": "conversation.item.added", "item": begun, "previous_item_id": after},
-        *([delta(answer, 0, text)] if text else []),
-    ]
-
-
-def delta(answer: str, offset: int, text: str, epoch: str = "e") -> dict[str, Any]:
-    ids = {"response_id": answer, "item_id": f"i{answer}", "epoch": epoch}
-    return {"type": "response.output_text.delta", **ids, "offset": offset, "delta": text}
-
-
-def end(answer: str, text: str | None, after: str, status: str = "completed", **details: Any) -> list[dict[str, Any]]:
-    """The end of an answer; without ``text`` it leaves nothing."""
-    item = message(f"i{answer}", text or "", "assistant")
-    ids = {"response_id": answer, "item_id": item["id"]}
-    whole = [{"type": "response.output_text.done", **ids, "text": text}] if text is not None else []
-    gone = {"type": "conversation.item.deleted", "item_id": item["id"]}
-    done = {"type": "conversation.item.done", "item": item, "previous_item_id": after}
-    output = [] if text is None else [item]
-    response = {"id": answer, "status": status, "status_details": details or None, "output": output}
-    return [*whole, gone if text is None else done, {"type": "response.done", "response": response}]
-
-
-ASKED = told(message("a", "hi"), None)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +183,7 @@ async def test_a_stopped_answer_stays_as_it_was_seen(page: Page) -> None:
     code = """
       const conversation = new m.Conversation();
       for (const event of x.first) conversation.apply(event);
-      conversation.freeze('r', true);
+      conversation.hold('r', 4);
       for (const event of x.second) conversation.apply(event);
       const before = conversation.item('ir').text;
       for (const event of x.end) conversation.apply(event);

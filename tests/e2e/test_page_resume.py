@@ -62,18 +62,6 @@ async def told_more(chat: ChatPage, sockets: int) -> None:
     await until(lambda: len(chat.sockets) >= sockets and len(chat.sockets[-1].deltas()) > 3, "text")
 
 
-def session_of(chat: ChatPage) -> str:
-    return str(chat.sockets[-1].told[0]["session"]["id"]) if chat.sockets[-1].told else chat.page.url.partition("=")[2]
-
-
-async def same_in_a_fresh_tab(chat: ChatPage, browser: Browser, server: RunningServer) -> None:
-    """What the page shows is what the server has: a tab that was never cut shows the same."""
-    async with visit(browser, server.url) as other:
-        await other.open(f"#session={session_of(chat)}")
-        await expect(other.facts).to_have_count(await chat.facts.count())
-        assert await other.page.locator("#messages").inner_text() == await chat.page.locator("#messages").inner_text()
-
-
 def idle(server: RunningServer) -> bool:
     return [engine.engine.running for engine in server.engines] == [0, 0]
 
@@ -103,7 +91,7 @@ async def test_an_answer_that_is_cut_goes_on_from_where_it_was(
             text += delta["delta"]
     assert len(chat.sockets) == 4
     assert text == answer_for([{"role": "user", "content": LONG}])
-    await same_in_a_fresh_tab(chat, browser, server)
+    await chat.same_in_a_fresh_tab(browser, server.url)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -114,7 +102,7 @@ async def test_an_answer_that_ended_while_the_page_was_away(
     await chat.say("Tell me about lighthouses in 200 words")
     await chat.writing()
     line.cut(down=True)
-    async with server.connect(session_id=session_of(chat), extensions=1) as client:
+    async with server.connect(session_id=chat.session_id, extensions=1) as client:
         await client.until("response.done")
         for number in range(others):
             await client.turn(f"Another {number}")
@@ -124,7 +112,7 @@ async def test_an_answer_that_ended_while_the_page_was_away(
     await expect(chat.stop).to_be_hidden()
     assert int(chat.sockets[-1].query["offset"]) > 0
     assert chat.sockets[-1].deltas()[0]["offset"] == int(chat.sockets[-1].query["offset"])
-    await same_in_a_fresh_tab(chat, browser, server)
+    await chat.same_in_a_fresh_tab(browser, server.url)
 
 
 @asynccontextmanager
@@ -133,7 +121,7 @@ async def stopped_elsewhere(chat: ChatPage, line: Line, server: RunningServer) -
     await chat.say(ENDLESS)
     await chat.writing()
     line.cut(down=True)
-    async with server.connect(session_id=session_of(chat), extensions=1) as other:
+    async with server.connect(session_id=chat.session_id, extensions=1) as other:
         await other.until("response.output_text.delta")
         await other.send("response.cancel", seen=40)
         await other.until("response.done")
@@ -148,7 +136,7 @@ async def test_text_that_was_taken_back_while_the_page_was_away(
     async with stopped_elsewhere(chat, line, server):
         pass
     await expect(chat.facts).to_contain_text("Stopped", timeout=20_000)
-    await same_in_a_fresh_tab(chat, browser, server)
+    await chat.same_in_a_fresh_tab(browser, server.url)
 
 
 async def test_a_session_whose_answer_is_gone_shows_nothing_of_it(
@@ -160,7 +148,7 @@ async def test_a_session_whose_answer_is_gone_shows_nothing_of_it(
         await other.until("conversation.item.deleted")
     await expect(chat.answers).to_have_count(0, timeout=20_000)
     await expect(chat.asked.get_by_role("button", name="Ask again")).to_be_visible()
-    await same_in_a_fresh_tab(chat, browser, server)
+    await chat.same_in_a_fresh_tab(browser, server.url)
 
 
 @pytest.mark.parametrize("swallowed", [True, False], ids=["pressed before the cut", "pressed during the cut"])
@@ -188,7 +176,7 @@ async def test_a_stop_outlives_the_cut(
     [cancel] = [event for event in chat.sockets[-1].sent if event["type"] == "response.cancel"]
     assert cancel["seen"] == int(chat.sockets[-1].query["offset"]) > 0
     await expect(chat.status).to_have_text("")
-    await same_in_a_fresh_tab(chat, browser, server)
+    await chat.same_in_a_fresh_tab(browser, server.url)
     await chat.ask("And now?")
 
 
@@ -210,24 +198,6 @@ async def test_a_stop_before_the_answer_was_accepted_is_kept(
     await expect(chat.answers).to_have_count(1)
     await until(lambda: idle(server), "the engines are idle")
     await expect(chat.stop).to_be_hidden()
-
-
-async def test_a_stop_of_an_answer_that_ended_meanwhile_asks_for_nothing(
-    chat: ChatPage, line: Line, browser: Browser, server: RunningServer
-) -> None:
-    """What the next prompt will hold is what the page shows: the whole answer."""
-    await chat.say("Tell me about lighthouses in 200 words")
-    await chat.writing()
-    line.cut(down=True)
-    await expect(chat.trouble).to_be_visible()
-    await chat.stop.click()
-    async with server.connect(session_id=session_of(chat), extensions=1) as client:
-        await client.until("response.done")
-    line.up()
-    await expect(chat.facts).to_have_count(1, timeout=20_000)
-    await expect(chat.status).to_have_text("")
-    assert [event for event in chat.sockets[-1].sent if event["type"] == "response.cancel"] == []
-    await same_in_a_fresh_tab(chat, browser, server)
 
 
 async def test_an_answer_that_is_not_whole_says_why(browser: Browser, tmp_path: Path) -> None:
