@@ -184,9 +184,14 @@ class Answers:
             log.info("Session %s: an attempt was not noted: %s", live.id, error)
 
     def _lost(self, live: LiveSession, turn: Turn) -> None:
-        """The store takes no more of an answer from us: somebody else has it, or the session is gone."""
-        log.warning("Session %s: the store does not take our answer; we leave it", live.id)
+        """The store takes no more of an answer from us: it ended, somebody else has it, or the session is gone."""
         turn.abandon()
+        if turn.response.outcome is not None:  # what we know is what is stored
+            if live.turn is turn and live.conversation is not None:
+                self._restorer.keep_end(live)
+            self._release(live, turn)
+            return
+        log.warning("Session %s: the store does not take our answer; we leave it", live.id)
         self._release(live, turn)
         live.drop()
 

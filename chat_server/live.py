@@ -143,8 +143,11 @@ class LiveSession:
         A store that lost changes says nothing about that.
         """
         turn = self.turn
-        if turn is None or state.version < self.known or turn.response.outcome is not None:
-            return True  # one that ended was told: only the answer to our write is missing
+        if turn is None or state.version < self.known:
+            return True
+        if turn.response.outcome is not None:  # its end was told; only the store's answer to who wrote it is missing
+            turn.lose()
+            return True
         if state.running is not None and state.running.token == turn.writer.token:
             return True
         turn.lose()
