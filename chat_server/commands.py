@@ -183,44 +183,52 @@ class Commands:
             items = () if asked is not UNSET else await self._items(live)
             connection.private.start(live.id, live.owner, begun, items)
             return
-        token = new_id("token")
         await self._store.replicas.confirm_running([live.id], now_ms())
-        async with live.lock:
-            begun = self._begun(live, event, params, asked)
-            running = live.response
-            told = connection.outbox.told(running.id) if running is not None else None
-            cut = event.seen if event.seen is not None else told or 0
-            response = Response(begun, previous_item_id=None)
-            reply = _present(
-                await self._write(
-                    live,
-                    lambda known: self._store.begin(
-                        live.id,
-                        response,
-                        token,
-                        if_active=event.if_active,
-                        cuts=running.id if running is not None else "",
-                        cut=cut,
-                        known=known,
-                    ),
+        for _ in range(round(_ENDS_S / _UPDATE_WAIT_S)):
+            async with live.lock:
+                reply = await self._ask_for(live, connection, event, self._begun(live, event, params, asked))
+            if reply.kind != "stopping":
+                break
+            await asyncio.sleep(_UPDATE_WAIT_S)
+        match reply.kind:
+            case "active" | "stopping":
+                raise ClientError(
+                    "conversation_already_has_active_response",
+                    f"Response {reply.response_id} is in progress. Wait until it is done, or cancel it.",
                 )
+            case "ended":
+                raise StoreUnavailable("The store was too slow for this answer. Ask again.")
+            case "no_item":
+                raise _no_item(event.in_reply_to, "in_reply_to")
+            case "full" | "too_large":
+                raise _full(self._limits, reply.kind)
+
+    async def _ask_for(self, live: LiveSession, connection: Caller, event: ResponseCreate, begun: Begun) -> BeginReply:
+        """Begin an answer, and tell it if it has its place, or had. Holds the session's lock."""
+        token = new_id("token")
+        running = live.response
+        told = connection.outbox.told(running.id) if running is not None else None
+        cut = event.seen if event.seen is not None else told or 0
+        response = Response(begun, previous_item_id=None)
+        reply = _present(
+            await self._write(
+                live,
+                lambda known: self._store.begin(
+                    live.id,
+                    response,
+                    token,
+                    if_active=event.if_active,
+                    cuts=running.id if running is not None else "",
+                    cut=cut,
+                    known=known,
+                ),
             )
-            match reply.kind:
-                case "ok" | "queued":
-                    await self._begin(live, token, reply)
-                case "active":
-                    raise ClientError(
-                        "conversation_already_has_active_response",
-                        f"Response {reply.response_id} is in progress. Wait until it is done, or cancel it.",
-                    )
-                case "ended":
-                    raise StoreUnavailable("The store was too slow for this answer. Ask again.")
-                case "duplicate":
-                    await self._tell_again(live, connection, reply)
-                case "no_item":
-                    raise _no_item(event.in_reply_to, "in_reply_to")
-                case "full" | "too_large":
-                    raise _full(self._limits, reply.kind)
+        )
+        if reply.kind in ("ok", "queued"):
+            await self._begin(live, token, reply)
+        elif reply.kind == "duplicate":
+            await self._tell_again(live, connection, reply)
+        return reply
 
     def _begun(
         self, live: LiveSession, event: ResponseCreate, params: ResponseParams, asked: list[Item] | UnsetType
@@ -277,9 +285,9 @@ class Commands:
         """The prompt that a response brings along, with the items that it refers to. Raises ClientError."""
         if params.input is None:
             return UNSET
-        wanted = [entry.id for entry in params.input if isinstance(entry, ItemReference)]
+        wanted = list({entry.id: None for entry in params.input if isinstance(entry, ItemReference)})
         found = dict(zip(wanted, await self._store.get_items(live.id, wanted), strict=True))
-        items = []
+        items, size = [], 0
         for index, entry in enumerate(params.input):
             param = f"response.input[{index}]"
             item = found[entry.id] if isinstance(entry, ItemReference) else item_from_client(entry, new_id("item"))
@@ -287,10 +295,11 @@ class Commands:
                 raise ClientError("item_not_found", f"There is no item {entry.id}.", param=param)
             if item.status == "in_progress":
                 raise _in_progress(param)
+            size += len(item.text.encode())
+            if size > self._limits.max_input_bytes:
+                message = f"The input is longer than {self._limits.max_input_bytes} bytes."
+                raise ClientError("string_above_max_length", message, param="response.input")
             items.append(item)
-        if sum(len(item.text.encode()) for item in items) > self._limits.max_input_bytes:
-            message = f"The input is longer than {self._limits.max_input_bytes} bytes."
-            raise ClientError("string_above_max_length", message, param="response.input")
         return items
 
     async def _tell_again(self, live: LiveSession, connection: Caller, reply: BeginReply) -> None:
@@ -341,7 +350,10 @@ class Commands:
         """The store has the wish to stop a response; or it was queued, and its end is a message."""
         if isinstance(wish, Cut):
             live.stop(response_id, wish)
-        else:
+            return
+        # At once: whoever holds the lock may wait for just this message.
+        change = self._hub.apply(live, wish)
+        if any(held is change for held in live.held):
             async with live.lock:
                 await self._hub.apply_own(live, wish)
 

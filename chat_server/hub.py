@@ -177,11 +177,18 @@ class Hub:
     ) -> None:
         """Give a connection the state, and everything after it: see ``joining.join``."""
         async with live.lock:
-            if live.doubted:  # what it missed would look as if the client had more than there is
-                await comparing.read_missed(self._store, live)
-            if not live.loaded:  # it was dropped since it was opened
-                await self.load(live)
+            await self._bring_up(live)
+        await joining.wait_for_claimed(live, held)
+        async with live.lock:
+            await self._bring_up(live)
             await joining.join(self._store, live, connection, resumed=resumed, history=history, held=held)
+
+    async def _bring_up(self, live: LiveSession) -> None:
+        """Know a session as the store does. Holds its lock."""
+        if live.doubted:  # what it missed would look as if the client had more than there is
+            await comparing.read_missed(self._store, live)
+        if not live.loaded:  # it was dropped since it was opened
+            await self.load(live)
 
     def leave(self, live: LiveSession, connection: Connection) -> None:
         """A connection is gone. Its answer goes on."""

@@ -69,9 +69,8 @@ async def _read(
     if that moment never comes.
     """
     deadline = time.monotonic() + _PATIENCE_S
-    patient_until = time.monotonic() + _BEHIND_S
     while live.loaded and time.monotonic() < deadline:  # else it was dropped while we waited
-        if held is not None and _may_be_behind(live, held) and (time.monotonic() < patient_until or _is_unsure(live)):
+        if held is not None and _may_be_behind(live, held) and _is_unsure(live):
             await asyncio.sleep(_LOOK_S)
             continue
         version = live.version
@@ -96,6 +95,15 @@ async def _read(
         if version == live.version:
             return previous, items, ended
     raise Gap
+
+
+async def wait_for_claimed(live: LiveSession, held: ResumePoint | None) -> None:
+    """Wait a moment for text that the client says it has; without the lock, for what it says may be wrong."""
+    deadline = time.monotonic() + _BEHIND_S
+    while held is not None and live.loaded and _may_be_behind(live, held):
+        if time.monotonic() > deadline:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _may_be_behind(live: LiveSession, held: ResumePoint) -> bool:

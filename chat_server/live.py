@@ -283,6 +283,7 @@ class LiveSession:
         match change:
             case ItemPut():
                 self.item_count += 1
+                self._follow(change.previous, change.item.id)
                 self.connections.tell(encode(ItemAdded(previous_item_id=change.previous, item=change.item)))
                 self.connections.tell(encode(ItemDone(previous_item_id=change.previous, item=change.item)))
             case ItemGone():
@@ -396,9 +397,13 @@ class LiveSession:
 
     def _gone(self, item_id: str, previous: str | None) -> None:
         self.item_count -= 1
+        self._follow(item_id, previous)
+
+    def _follow(self, before: str | None, now: str | None) -> None:
+        """What stood behind one item, or at the start, stands behind another one now."""
         for response in (self.response, self.queued):
-            if response is not None and response.previous_item_id == item_id:
-                response.previous_item_id = previous
+            if response is not None and response.previous_item_id == before:
+                response.previous_item_id = now
 
     @staticmethod
     def _stored(response: Response, text: str, size: int) -> None:

@@ -123,13 +123,14 @@ class Turn:
     def stop(self, cut: Cut | None, *, stored: bool = True) -> None:
         """Stop the answer, by a wish that the store holds (None: whatever that is), or does not hold yet.
 
-        The first that it held counts, also if it lost that and holds another one now; before there is one, the first
-        that came.
+        It holds the first one; if it lost that and holds another one now, the shorter one counts. Before it holds any,
+        the first that came.
         """
-        if cut is not None and (self.cut is None or (stored and self.wish is None)):
+        if cut is not None and stored:
+            self.cut = cut if self.wish is None or self.cut is None else min(self.cut, cut, key=lambda one: one.length)
+            self.wish = cut
+        elif cut is not None and self.cut is None:
             self.cut = cut
-        if stored:
-            self.wish = cut or self.wish
         if not self.stopped:
             self.stopped = True
             self.abandon()

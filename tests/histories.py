@@ -80,7 +80,9 @@ class World:
             )
         if self.queued is not None:
             one = self.queued
-            queued = QueuedState(begun(id=one.id, item_id=one.item_id, epochs=one.epochs), one.previous, one.token)
+            queued = QueuedState(
+                begun(id=one.id, item_id=one.item_id, epochs=list(one.epochs)), one.previous, one.token
+            )
         return SessionState(
             LOCAL, 0, "m", SessionSettings(top_p=self.top_p), self.version, len(self.items), running, queued
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -230,6 +232,7 @@ async def test_nothing_is_taken_back_by_who_missed_something(monkeypatch: pytest
         case "it is to be compared":
             live.doubted = True
         case _:
+            live.doubted = True
             asyncio.get_running_loop().call_later(0.01, live.unload)
     socket = FakeSocket()
     connection = SimpleNamespace(outbox=Outbox(socket, extensions=True, heartbeat_s=15, send_timeout_s=10, now=0.0))
@@ -238,3 +241,25 @@ async def test_nothing_is_taken_back_by_who_missed_something(monkeypatch: pytest
         await joining.join(cast("Any", None), live, cast("Any", connection), resumed=True, history=None, held=held)
     assert not live.connections
     assert not socket.frames
+
+
+async def test_who_claims_text_that_is_not_there_holds_up_nobody(replicas: list[RunningServer]) -> None:
+    """Offsets counted in other units, say: each of them waits by itself, and a stop from elsewhere waits for none."""
+    async with replicas[0].connect(extensions=1) as client, contextlib.AsyncExitStack() as stack:
+        await client.say("Tell me more, in 600 words.")
+        await client.send("response.create")
+        created = await client.until("response.created")
+        epoch = (await client.until("response.output_text.delta"))["epoch"]
+        claim = {"response_id": created["response"]["id"], "epoch": epoch, "offset": 1_000_000}
+        joins = [
+            stack.enter_async_context(replicas[0].connect(session_id=client.session["id"], extensions=1, **claim))
+            for _ in range(8)
+        ]
+        joining_ = asyncio.gather(*joins)
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+        await client.send("response.cancel")
+        await client.until("response.done")
+        assert time.monotonic() - started < 2, "eight seconds if they held each other up"
+        await joining_
+        assert time.monotonic() - started < 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -404,6 +404,19 @@ def test_an_answer_that_somebody_else_has_is_left(found: SessionState) -> None:
     assert turn.lost == 0
     assert live.catch_up(found) is False
     assert turn.lost == 1
+
+
+def test_an_answer_follows_the_item_that_was_put_before_it() -> None:
+    """What its clients are told at its end is its place in the store."""
+    live, _ = session(state(text="Hello"))
+    live.apply(ItemPut(session="sess_1", before=10, version=11, previous="item_1", item=replaced(id="item_7")))
+    live.apply(ItemPut(session="sess_1", before=11, version=12, previous=BEGUN.item_id, item=replaced(id="item_8")))
+    assert live.response is not None
+    assert live.response.previous_item_id == "item_7"
+
+
+def replaced(**changes: Any) -> Item:
+    return msgspec.structs.replace(ITEM, **changes)
 
 
 # --- an answer is made here, and nobody here listens

@@ -25,6 +25,8 @@ from chat_server.errors import EngineBusy, EngineError, EngineRefused, EngineUna
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+#: more tokens than any answer has.
+_MOST_TOKENS = 1 << 40
 #: bytes of an error body or of ``/metrics`` that are read; vLLM's metrics of one model have 54 KB.
 MAX_BODY_BYTES = 4 << 20
 #: characters of an engine's own message that are passed on.
@@ -393,12 +395,17 @@ def _status(error: object) -> int:
 
 
 def _usage(usage: dict[str, Any]) -> Usage:
-    details = usage.get("prompt_tokens_details") or {}
+    details = usage.get("prompt_tokens_details")
     return Usage(
-        input_tokens=usage.get("prompt_tokens") or 0,
-        output_tokens=usage.get("completion_tokens") or 0,
-        cached_tokens=details.get("cached_tokens") or 0,
+        input_tokens=_count(usage.get("prompt_tokens")),
+        output_tokens=_count(usage.get("completion_tokens")),
+        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None),
     )
+
+
+def _count(value: object) -> int:
+    """A number of tokens; 0 for what is none, for it is stored and read again as one."""
+    return value if type(value) is int and 0 <= value < _MOST_TOKENS else 0
 
 
 def _json(engine: str, data: bytes) -> Any:

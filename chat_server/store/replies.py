@@ -139,9 +139,10 @@ class BeginReply:
     """What came of beginning a response: ``ok``, the caller makes it; ``queued``, it waits behind the running one.
 
     All items and the session's binding come with ``ok``, the wish to stop the running one with ``queued``.
+    ``stopping``: the item's answer is being stopped before it said anything; when it has ended, the item has none.
     """
 
-    kind: Literal["ok", "queued", "active", "duplicate", "ended", "no_item", "full", "too_large"]
+    kind: Literal["ok", "queued", "active", "duplicate", "stopping", "ended", "no_item", "full", "too_large"]
     messages: tuple[bytes, ...] = ()
     items: tuple[Item, ...] = ()
     binding: Binding | None = None
@@ -158,9 +159,9 @@ class BeginReply:
             case b"queued":
                 wish = Cut(int(reply[3])) if reply[3] else None
                 return cls("queued", tuple(reply[1]), response_id=reply[2].decode(), wish=wish)
-            case b"duplicate":
+            case b"duplicate" | b"stopping" as kind:
                 response_id, _, item_id = reply[1].decode().partition(" ")
-                return cls("duplicate", response_id=response_id, item_id=item_id)
+                return cls(kind.decode(), response_id=response_id, item_id=item_id)
             case b"active":
                 return cls("active", response_id=reply[1].decode())
             case kind:

@@ -49,7 +49,8 @@ def library() -> tuple[str, str]:
     body = "\n".join(f.read_text(encoding="utf-8") for f in files)
     prefix = f"chat_{hashlib.sha256(body.encode()).hexdigest()[:12]}_"
     head = (
-        f"#!lua name={prefix}lib\nlocal function register(name, f) redis.register_function('{prefix}' .. name, f) end\n"
+        f"#!lua name={prefix}lib\nlocal function register(name, f, flags) redis.register_function("
+        f"{{function_name = '{prefix}' .. name, callback = f, flags = flags or {{}}}}) end\n"
     )
     return prefix, head + body
 

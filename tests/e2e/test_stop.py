@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, answer_for
 from chat_server.hub import Hub
+from chat_server.store.redis import Store
 from tests.support.server import QUICK, RunningServer, another, running_server, two_replicas
 from tests.support.ws import WsClient
 
@@ -180,6 +182,87 @@ async def test_a_stop_whose_message_is_lost_is_found_in_the_store(
         for tab in (one, two):
             response = await ended(replicas[0], tab)
             assert response["output"][0]["content"][0]["text"] == WHOLE[:6]
+
+
+@pytest.mark.parametrize("why", ["the answer to begin is late", "the message is lost"])
+async def test_a_stop_in_prefill_that_the_owner_does_not_hear_is_carried_out_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It came before the owner was at work, or never; and there is no text whose commit would find it."""
+    begin = Store.begin
+
+    async def late(self: Store, *args: Any, **fields: Any) -> Any:
+        reply = await begin(self, *args, **fields)
+        await asyncio.sleep(0.3)
+        return reply
+
+    def deaf(hub: Hub, raw: bytes) -> None:
+        if not raw.startswith(b"cancel "):
+            hear(hub, raw)
+
+    if why == "the message is lost":
+        monkeypatch.setattr(Hub, "_hear", deaf)
+    else:
+        monkeypatch.setattr(Store, "begin", late)
+    async with (
+        two_replicas(tmp_path, simulated=replace(QUICK, first_token_s=30.0)) as (first, second),
+        first.connect(extensions=1) as one,
+        second.connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        await one.say(LONG)
+        await one.send("response.create")
+        await two.until("response.created")
+        async with asyncio.timeout(5):
+            await two.send("response.cancel")
+            for tab in (two, one):
+                assert (await ended(first, tab))["status"] == "cancelled"
+
+
+async def test_what_runs_and_what_waits_are_stopped_in_one_go(replicas: list[RunningServer]) -> None:
+    """Two ends, and nobody's connection is closed: one write does not wait for the message of the other."""
+    async with (
+        replicas[0].connect(extensions=1) as one,
+        replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        for client in (one, two) * 4:
+            runs = await asked_for(client)
+            waits = await asked_for(client, if_active="queue")
+            started = time.monotonic()
+            for response_id in (runs, waits):
+                await client.send("response.cancel", response_id=response_id)
+            for tab in (one, two):
+                ends = {(await tab.until("response.done"))["response"]["id"] for _ in range(2)}
+                assert ends == {runs, waits}
+            assert time.monotonic() - started < 5
+
+
+async def asked_for(client: WsClient, **fields: Any) -> str:
+    """Ask for an answer; the id of its response."""
+    await client.say(LONG)
+    await client.send("response.create", **fields)
+    return str((await client.until("response.created"))["response"]["id"])
+
+
+@pytest.mark.parametrize("stopper", [0, 1])
+async def test_a_stop_followed_at_once_by_the_same_question(tmp_path: Path, stopper: int) -> None:
+    """It had no text yet, so it is no answer: another one is made to the same item, from any replica."""
+    slow = replace(QUICK, tokens_per_s=300.0, first_token_s=0.2)
+    async with (
+        two_replicas(tmp_path, simulated=slow) as replicas,
+        replicas[0].connect(extensions=1) as one,
+        replicas[1].connect(session_id=one.session["id"], extensions=1) as two,
+    ):
+        client = (one, two)[stopper]
+        for _ in range(5):
+            item = await one.say("Tell me more, in 20 words.")
+            await one.send("response.create", in_reply_to=item["id"])
+            first = (await client.until("response.created"))["response"]["id"]
+            await client.send("response.cancel", response_id=first)
+            await client.send("response.create", in_reply_to=item["id"])
+            for tab in (one, two):
+                ends = [(await tab.until("response.done"))["response"] for _ in range(2)]
+                assert [response["status"] for response in ends] == ["cancelled", "completed"]
+                assert ends[0]["id"] == first
 
 
 async def no_engine(server: RunningServer) -> None:

@@ -68,6 +68,17 @@ async def test_an_answer_is_told_as_it_comes(client: VllmClient) -> None:
     assert finish == Finish("stop", Usage(input_tokens=32, output_tokens=4, cached_tokens=16))
 
 
+@pytest.mark.parametrize("odd", [5.5, -1, True, "many", [5], {"n": 5}, 1 << 62, 1e30, None])
+async def test_an_odd_count_of_tokens_is_none(client: VllmClient, odd: object) -> None:
+    """It is stored with the answer and read again with each turn: what is no count must not get there."""
+    numbers = wire.usage(prompt_tokens=odd, completion_tokens=odd, prompt_tokens_details={"cached_tokens": odd})
+    _, finish = await ask(client, chunked(text("Hello"), STOP, numbers, DONE))
+    assert finish == Finish("stop", Usage(0, 0, 0))
+    numbers = wire.usage(prompt_tokens=3, completion_tokens=2, prompt_tokens_details=odd)
+    _, finish = await ask(client, chunked(text("Hello"), STOP, numbers, DONE))
+    assert finish == Finish("stop", Usage(3, 2, 0))
+
+
 async def test_text_and_reason_may_come_in_one_event(client: VllmClient) -> None:
     """vLLM does so at ``max_tokens``."""
     texts, finish = await ask(client, chunked(text("a"), wire.event({"content": "b"}, finish_reason="length"), DONE))

@@ -346,6 +346,18 @@ async def test_a_deleted_item_is_gone_and_its_id_is_free(store: Store) -> None:
     assert await ids(store, session_id) == ["a", "b", "mine"]
 
 
+async def test_a_deleted_question_takes_its_answers_name_with_it(store: Store) -> None:
+    """Another one under the same id has no answer yet."""
+    session_id = await new_session(store)
+    question = item("Hello", "mine")
+    await add(store, session_id, question)
+    asked, _ = await begin(store, session_id, in_reply_to="mine")
+    await end(store, session_id, asked, "Hello")
+    await store.delete_item(session_id, question)
+    await add(store, session_id, item("Other", "mine"))
+    assert (await begin(store, session_id, in_reply_to="mine"))[1].kind == "ok"
+
+
 @pytest.mark.parametrize(("count", "first", "previous"), [(0, 0, None), (1, 3, "2"), (3, 1, "0"), (9, 0, None)])
 async def test_the_last_items_come_in_order(store: Store, count: int, first: int, previous: str | None) -> None:
     """With the version that they were read at, and the item before them."""

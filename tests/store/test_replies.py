@@ -101,6 +101,19 @@ async def test_one_item_has_one_answer(store: Store) -> None:
         await end(store, session_id, asked, "", keep=False)
 
 
+async def test_an_answer_that_is_stopped_before_it_said_anything_is_none(store: Store) -> None:
+    """Who asks again is told that it ends; with text it is the answer, stopped or not."""
+    session_id = await new_session(store)
+    await add(store, session_id, item(id="question"))
+    asked, _ = await begin(store, session_id, in_reply_to="question")
+    await store.cancel(session_id, asked.id, 0)
+    again = (await begin(store, session_id, "token_2", in_reply_to="question"))[1]
+    assert (again.kind, again.response_id) == ("stopping", asked.id)
+    await store.commit([commit(session_id, asked, "Hello")])
+    again = (await begin(store, session_id, "token_2", in_reply_to="question"))[1]
+    assert (again.kind, again.response_id) == ("duplicate", asked.id)
+
+
 async def test_the_item_of_a_running_answer_stays(store: Store) -> None:
     """Deleting it is refused until the answer has ended."""
     session_id = await new_session(store)
@@ -327,6 +340,20 @@ async def test_so_many_answers_without_an_item_are_remembered(store: Store, raw:
         asked, _ = await begin(store, session_id, f"token_{number}")
         await end(store, session_id, asked, "", f"token_{number}", keep=False)
     assert await raw.llen(keys.session_keys(session_id)[7]) == 30
+
+
+async def test_the_end_of_one_answer_is_not_that_of_another_that_names_it(store: Store) -> None:
+    """Metadata may hold anything, another response's id too."""
+    session_id = await new_session(store)
+    first, _ = await begin(store, session_id)
+    await end(store, session_id, first, "", keep=False)
+    second, _ = await begin(store, session_id, metadata={"response_id": first.id})
+    await end(store, session_id, second, "", keep=False)
+    for asked in (first, second):
+        found = await store.answer(session_id, asked.id)
+        assert found is not None
+        assert found[1] is not None
+        assert found[1].id == asked.id
 
 
 async def state_of(store: Store, session_id: str) -> SessionState:

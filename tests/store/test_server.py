@@ -113,6 +113,28 @@ async def test_a_store_that_hangs_is_unavailable(
     ] * 9
 
 
+async def test_what_ends_something_is_done_in_a_full_store(store: Store, raw: redis.asyncio.Redis) -> None:
+    """Stops, ends and deletes make room; all else waits for it."""
+    session_id, other = await new_session(store), await new_session(store)
+    one = item(id="a")
+    await add(store, session_id, one)
+    asked, _ = await begin(store, session_id)
+    await begin(store, other)
+    try:
+        await raw.config_set("maxmemory", 1)
+        with pytest.raises(StoreUnavailable, match="can not take writes"):
+            await add(store, session_id, item())
+        assert await store.cancel(session_id, asked.id, 0) is not None
+        assert isinstance(await end(store, session_id, asked, "", keep=False, cut=0), bytes)
+        assert isinstance(await store.delete_item(session_id, one), bytes)
+        assert await store.hand_over(other, "token_1", "token_2") is not None
+        await store.unwatch(other)
+        for each in (session_id, other):
+            assert await store.delete_session(each, ANN) is not None
+    finally:
+        await raw.config_set("maxmemory", 0)
+
+
 async def test_a_call_can_be_cancelled_at_any_moment(store: Store) -> None:
     """The cancellation is never lost, else a server would not stop; and the next call is answered as it should be."""
     seed = random.randrange(1 << 32)

@@ -5,7 +5,7 @@
 --   1 session (hash)  2 items (hash id -> JSON)  3 order (list of ids)  4 response (hash)  5 text (string)
 --   6 watchers (sorted set replica -> ms)
 --   7 replies (hash item id -> "response id answer's item id"; ">" and a response's id -> its item's id)
---   8 ended (list of the items of the last responses that left none in the conversation)
+--   8 ended (list of the last responses that left no item in the conversation: id, a space, the item that they had)
 --   9 deleted (string: the last version of a session that was deleted; it must not come back)
 --  10 changes (list of the last messages, for a minute: who missed some reads them here)
 -- Item and settings JSON is opaque here: it is stored and passed on, never parsed.
@@ -18,6 +18,8 @@ local MOST_CHANGES = 20
 local CHANGES_MS = 60000
 -- For how long a watcher counts that does not renew itself.
 local WATCH_MS = 60000
+-- What ends something is done in a store that is full too: it makes room.
+local WHEN_FULL = {'allow-oom'}
 -- More code points than any text has: a cut that keeps all of it.
 local ALL = '9007199254740992'
 
@@ -129,7 +131,8 @@ local function left_by(keys, response_id)
   local item = id and redis.call('HGET', keys[ITEMS], id)
   if item then return item, true, id end
   for _, ended in ipairs(redis.call('LRANGE', keys[ENDED], 0, -1)) do
-    if string.find(ended, '"response_id":"' .. response_id .. '"', 1, true) then return ended, false end
+    local id, item = string.match(ended, '^(%S+) (.*)$')
+    if id == response_id then return item, false end
   end
   return nil
 end
@@ -147,13 +150,19 @@ local function wish(keys, session_id, replica, cut)
   return counts
 end
 
+-- An item is no longer answered by this one; perhaps it is by another.
+local function forget_reply(keys, in_reply_to, item_id)
+  local reply = redis.call('HGET', keys[REPLIES], in_reply_to)
+  if reply and string.match(reply, ' (.*)$') == item_id then redis.call('HDEL', keys[REPLIES], in_reply_to) end
+end
+
 -- The place of a response that leaves nothing is given up; its outcome is remembered.
-local function give_up(keys, item_id, in_reply_to, ended_item)
-  redis.call('LPUSH', keys[ENDED], ended_item)
+local function give_up(keys, response_id, item_id, in_reply_to, ended_item)
+  redis.call('LPUSH', keys[ENDED], response_id .. ' ' .. ended_item)
   redis.call('LTRIM', keys[ENDED], 0, MOST_ENDED - 1)
   remove_item(keys, item_id)
   redis.call('LREM', keys[ORDER], -1, item_id)
-  if in_reply_to ~= '' then redis.call('HDEL', keys[REPLIES], in_reply_to) end
+  if in_reply_to ~= '' then forget_reply(keys, in_reply_to, item_id) end
 end
 
 local function last_id(keys)

@@ -13,7 +13,7 @@ end
 local function end_queued(keys, session_id, replica)
   local queued = redis.call('HMGET', keys[RESPONSE], unpack(QUEUED))
   redis.call('HDEL', keys[RESPONSE], unpack(QUEUED))
-  give_up(keys, queued[2], queued[3], queued[7])
+  give_up(keys, queued[1], queued[2], queued[3], queued[7])
   return change(keys, replica, session_id, 'end', queued[8])
 end
 

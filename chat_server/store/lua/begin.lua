@@ -11,7 +11,8 @@ register('begin', function(keys, args)
   if why_not then return {why_not} end
   local session_id, replica = args[1], args[4]
   local response_id, item_id, in_reply_to, token, mode = args[6], args[7], args[8], args[9], args[12]
-  local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica')
+  local running = redis.call('HMGET', keys[RESPONSE], 'id', 'token', 'message', 'cancel', 'q_id', 'q_message', 'replica',
+    'in_reply_to')
   -- Asked again, for the answer was lost.
   if running[1] == response_id and running[2] == token and running[7] == replica then
     return {'ok', {running[3]}, binding(keys), conversation(keys)}
@@ -22,7 +23,9 @@ register('begin', function(keys, args)
   if in_reply_to ~= '' then
     if redis.call('HEXISTS', keys[ITEMS], in_reply_to) == 0 then return {'no_item'} end
     local reply = redis.call('HGET', keys[REPLIES], in_reply_to)
-    if reply then return {'duplicate', reply} end
+    -- One that is being stopped, and has said nothing, is about to leave nothing: then there is no answer.
+    local stops = running[4] and running[8] == in_reply_to and redis.call('STRLEN', keys[TEXT]) == 0
+    if reply then return {stops and 'stopping' or 'duplicate', reply} end
   end
   if running[1] and mode == 'reject' and not running[4] then return {'active', running[1]} end
   if running[5] and mode ~= 'interrupt' then return {'active', running[5]} end

@@ -15,7 +15,7 @@ register('finish', function(keys, args)
   end
   if held[3] and held[3] ~= args[13] then return {'cancelled', held[3]} end
   if args[12] ~= '1' then
-    give_up(keys, item_id, args[9], args[8])
+    give_up(keys, response_id, item_id, args[9], args[8])
   else
     put_item(keys, item_id, args[8])
     redis.call('HSET', keys[REPLIES], '>' .. response_id, item_id)
@@ -24,7 +24,7 @@ register('finish', function(keys, args)
   redis.call('HSET', keys[SESSION], 'ended_token', token, 'ended_message', message, 'expected_tokens', args[10])
   touch(keys, args[2], args[3])
   return {'ok', message}
-end)
+end, WHEN_FULL)
 
 -- What a response left: the version at which it was read, the id before its item, the item, '1' if that is in the
 -- conversation. ARGV: session id, response id.
@@ -47,4 +47,4 @@ register('cancel', function(keys, args)
   local message = end_queued(keys, args[1], args[4])
   touch(keys, args[2], args[3])
   return {'ended', message}
-end)
+end, WHEN_FULL)

@@ -56,16 +56,14 @@ register('item_delete', function(keys, args)
   if remove_item(keys, id) == 0 then return {'gone'} end
   local previous = before_id(keys, id)
   redis.call('LREM', keys[ORDER], 1, id)
-  if args[6] ~= '' then
-    local reply = redis.call('HGET', keys[REPLIES], args[6])
-    if reply and string.sub(reply, -#id) == id then redis.call('HDEL', keys[REPLIES], args[6]) end
-  end
+  redis.call('HDEL', keys[REPLIES], id)
+  if args[6] ~= '' then forget_reply(keys, args[6], id) end
   if args[7] ~= '' then redis.call('HDEL', keys[REPLIES], '>' .. args[7]) end
   local message = change(keys, args[4], args[1], 'deleted',
     '"previous":' .. quoted(previous) .. ',"item_id":' .. quoted(id))
   touch(keys, args[2], args[3])
   return {'ok', message}
-end)
+end, WHEN_FULL)
 
 -- The last items, oldest first, with the version at which they were read. ARGV: session id, how many (0: all).
 register('items_last', function(keys, args)

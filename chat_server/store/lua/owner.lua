@@ -63,4 +63,4 @@ register('hand_over', function(keys, args)
   local message = moved(keys, args[4], args[1], held[1], '', args[6], 'null', '')
   touch(keys, args[2], args[3])
   return {'ok', message}
-end)
+end, WHEN_FULL)

@@ -9,4 +9,4 @@ register('session_delete', function(keys, args)
   redis.call('DEL', unpack(keys))
   redis.call('SET', keys[DELETED], version, 'PX', 3600000)
   return {'ok', message}
-end)
+end, WHEN_FULL)

@@ -19,7 +19,7 @@ register('unwatch', function(keys, args)
     redis.call('HSET', keys[SESSION], 'unwatched_since', string.format('%.0f', now_ms()))
   end
   return 'ok'
-end)
+end, WHEN_FULL)
 
 -- What is held of a session: its version ('-1' if it is gone), the bytes of the running response's text, and its id and
 -- cut if somebody wants it stopped.
