@@ -153,9 +153,12 @@ class Answers:
                 self._restorer.keep_end(live)
             self._release(live, turn)
             if change.next is not None and not live.closed:  # else it is found where the session is open now
-                if not live.loaded:  # nobody here listens: we did not hear what is next
-                    await self._hub.load(live)
-                await self.take_over(live, "")
+                try:
+                    if not live.loaded:  # nobody here listens: we did not hear what is next
+                        await self._hub.load(live)
+                    await self.take_over(live, "")
+                except StoreError as error:  # it is found later, like any that nobody makes
+                    log.info("Session %s: the next answer was not begun: %s", live.id, error)
 
         try:
             await self._conductor.run(turn, ended, live.lock)

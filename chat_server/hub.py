@@ -178,7 +178,8 @@ class Hub:
         """Give a connection the state, and everything after it: see ``joining.join``."""
         async with live.lock:
             await self._bring_up(live)
-        await joining.wait_for_claimed(live, held)
+        restored_by = self.lease.trouble_at + comparing.RESTORE_S
+        await joining.wait_for_claimed(live, held, least_s=restored_by - time.monotonic())
         async with live.lock:
             await self._bring_up(live)
             await joining.join(self._store, live, connection, resumed=resumed, history=history, held=held)

@@ -97,11 +97,16 @@ async def _read(
     raise Gap
 
 
-async def wait_for_claimed(live: LiveSession, held: ResumePoint | None) -> None:
-    """Wait a moment for text that the client says it has; without the lock, for what it says may be wrong."""
-    deadline = time.monotonic() + _BEHIND_S
+async def wait_for_claimed(live: LiveSession, held: ResumePoint | None, *, least_s: float) -> None:
+    """Wait a moment for text that the client says it has; without the lock, for what it says may be wrong.
+
+    ``least_s``: the time that somebody may need to write it again. If it does not come, the session is doubted: the
+    message with it may be lost.
+    """
+    deadline = time.monotonic() + max(_BEHIND_S, least_s)
     while held is not None and live.loaded and _may_be_behind(live, held):
         if time.monotonic() > deadline:
+            live.doubted = True
             return
         await asyncio.sleep(_LOOK_S)
 

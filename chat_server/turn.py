@@ -366,7 +366,7 @@ class Conductor:
         while True:
             try:
                 async with lock:
-                    if turn.writer.lost:  # somebody else's by now, or its end was stored and we read that
+                    if turn.writer.lost or response.outcome is not None:  # somebody else's by now, or its end was told
                         return
                     rest, outcome = ending()
                     reply = await self._store_end(turn, rest, outcome)

@@ -151,8 +151,22 @@ async def test_who_holds_nothing_of_an_answer_is_let_in_at_once(monkeypatch: pyt
     socket = FakeSocket()
     outbox = Outbox(socket, extensions=True, heartbeat_s=15, send_timeout_s=10, now=0.0)
     connection = Connection(cast("Any", socket), outbox, cast("Any", None), Flush())
+    async with asyncio.timeout(5):
+        await joining.wait_for_claimed(live, held, least_s=0)
     await joining.join(cast("Any", None), live, connection, resumed=True, history=None, held=held)
     assert connection in live.connections
+
+
+async def test_text_whose_message_was_lost_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has it, and it does not come: the store is asked before it is told less than it has."""
+    monkeypatch.setattr(joining, "_BEHIND_S", 0.02)
+    live = LiveSession("sess_1")
+    asked = begun()
+    live.load(SessionState(LOCAL, 0, "m", SessionSettings(), 10, 1, RunningState(asked, "item_1", "t", "r", "One")))
+    await joining.wait_for_claimed(live, ResumePoint(asked.id, EPOCH, 3), least_s=0)
+    assert not live.doubted
+    await joining.wait_for_claimed(live, ResumePoint(asked.id, EPOCH, 4), least_s=0)
+    assert live.doubted
 
 
 async def test_an_answer_that_left_nothing_is_ended_all_the_same(replicas: list[RunningServer]) -> None:

@@ -25,8 +25,9 @@ from chat_server.engine.simulated import (
 )
 from chat_server.engine.simulated.options import FaultKind
 from chat_server.engine.vllm import ChatRequest, Deadlines, EngineListener, Finish, VllmClient, open_http
-from chat_server.errors import EngineBusy, EngineRefused, EngineUnavailable
+from chat_server.errors import EngineBusy, EngineRefused, EngineUnavailable, StoreUnavailable
 from chat_server.settings import Limits
+from chat_server.store.messages import ResponseEnded
 from chat_server.store.replies import Cut
 from tests.support.server import QUICK, RunningServer, running_server
 from tests.support.ws import WsClient
@@ -324,6 +325,21 @@ async def test_an_end_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyP
     end = await script.run(turn)
     assert (end.outcome.status, len(script.ends)) == ("completed", 1)
     assert turn.response.heartbeat_state == "waiting"
+
+
+async def test_an_end_that_was_told_is_not_written_again() -> None:
+    """Whatever fails after that: what would be written is another text by then."""
+    script = Script()
+    turn = script.turn()
+
+    def fail(end: ResponseEnded) -> None:
+        turn.response.end(end.outcome)
+        raise StoreUnavailable("away")
+
+    script.on_told = fail
+    async with asyncio.timeout(5):
+        await script.run(turn)
+    assert len(script.ends) == 1
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ class Script:
         self.counts = True
         self.turns: list[Turn] = []
         self.on_settle: Callable[[], None] = lambda: None
+        #: called with the end when it was told
+        self.on_told: Callable[[ResponseEnded], None] = lambda _: None
         self.bound: Binding | None = None
 
     # the fleet
@@ -170,3 +172,4 @@ class Script:
         change = messages.decode(message)
         assert isinstance(change, ResponseEnded)
         self.told.append(change)
+        self.on_told(change)
