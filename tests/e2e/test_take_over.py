@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from chat_server import answers, lease
+from chat_server import lease, supervisor
 from chat_server.engine.simulated import answer_for
 from chat_server.store.keys import session_keys
 from loadtest.chaos_texts import check_marked
@@ -108,7 +108,7 @@ async def test_who_comes_back_when_the_other_replica_has_ended_it_gets_the_whole
 ) -> None:
     """From where it was, with each making of the text in its place; on the replica that ended it, and on one more."""
     monkeypatch.setattr(lease, "_GRACE_S", 0.1)  # those that are gone are seen to be gone at once
-    monkeypatch.setattr(answers, "_UNCONFIRMED_MS", 500)
+    monkeypatch.setattr(supervisor, "_UNCONFIRMED_MS", 500)
     varying = replace(QUICK, tokens_per_s=300.0, words=300, vary=True)
     async with running_server(tmp_path, simulated=varying) as here, another(here) as gone, another(here) as later:
         async with gone.connect(extensions=1) as client:

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from chat_server import lease
 from chat_server.settings import Secret
-from chat_server.store import redis as store_module
+from chat_server.store import replicas as replicas_module
 from chat_server.store.embedded import EmbeddedValkey
 from loadtest.chaos_texts import check_marked
 from tests.support.copies import copies_of
@@ -86,7 +86,7 @@ async def test_a_zombie_with_a_store_that_forgot_the_take_over_mixes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, quicker: str
 ) -> None:
     """Whoever of the two writes first: one of them makes the answer, all read the same text, and it ends once."""
-    monkeypatch.setattr(store_module, "LEASE_MS", 1000)
+    monkeypatch.setattr(replicas_module, "LEASE_MS", 1000)
     monkeypatch.setattr(lease, "_GRACE_S", 0.2)
     async with (
         replicas(tmp_path, words) as (zombie, heir, url),
