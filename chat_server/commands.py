@@ -23,8 +23,8 @@ from chat_server.core.client_events import (
 )
 from chat_server.core.conversation import Conversation
 from chat_server.core.ids import new_id
-from chat_server.core.items import Item, ResponseObject, item_from_client
-from chat_server.core.response import Begun, Response
+from chat_server.core.items import Item, item_from_client
+from chat_server.core.response import Begun, Response, ended_response
 from chat_server.core.server_events import ItemAdded, ItemDone, ItemRetrieved, ResponseCreated
 from chat_server.errors import ClientError, StoreBehind, StoreUnavailable
 from chat_server.hub import Hub, now_ms
@@ -311,7 +311,7 @@ class Commands:
             raise _no_item(reply.item_id, "in_reply_to")
         if item.status == "in_progress":  # its beginning is on its way
             return
-        told = ResponseObject(id=reply.response_id, status="in_progress", output=[])
+        told = ended_response(item, previous=None, kept=True).object()
         connection.outbox.push(ResponseCreated(response=told, in_reply_to=item.in_reply_to, duplicate=True))
 
     async def cancel(self, live: LiveSession, connection: Caller, response_id: str | None, seen: int | None) -> None:

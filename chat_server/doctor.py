@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from chat_server import __version__
 from chat_server.engine import hardware
@@ -78,7 +79,7 @@ def table(findings: Sequence[Finding]) -> Table:
         made.add_column(column, overflow="fold")
     for finding in findings:
         style = STYLES[finding.level]
-        made.add_row(finding.level, finding.what, finding.found, finding.advice, style=style)
+        made.add_row(*map(Text, (finding.level, finding.what, finding.found, finding.advice)), style=style)
     return made
 
 
@@ -171,7 +172,7 @@ def check_vllm(*, needed: bool) -> list[Finding]:
     findings = [Finding("GPU", "ok" if gpus else "note", found_gpus or "none seen by nvidia-smi")]
     if build is None:
         if needed:
-            advice = f"{install} Or use engines that run elsewhere: --engine URL."
+            advice = f"{install} Or use engines that run elsewhere, --engine URL, or none: `serve --simulate 2`."
             return [*findings, Finding("vLLM", "broken", "not installed: no model can run here", advice)]
         return [*findings, Finding("vLLM", "note", "not installed, and not needed with --engine")]
     if gpus and build.cpu:

@@ -288,6 +288,7 @@ async def test_the_answer_to_one_item_is_made_once(server: RunningServer, runnin
         again = await client.expect("response.created")
         assert done["response"]["id"] == again["response"]["id"] == created["response"]["id"]
         assert (again["duplicate"], again["in_reply_to"]) == (True, item["id"])
+        assert again["response"] == done["response"], "the whole answer, for who missed it"
         answer = done["response"]["output"][0]
         assert answer["in_reply_to"] == item["id"]
         assert await items(server, client) == [item["id"], answer["id"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import pty
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import redis
 from rich.console import Console
+from websockets.sync.client import connect
 
 from chat_server.engine.launch import Stage
 from chat_server.serve import Display
@@ -138,6 +140,24 @@ def test_it_starts_says_where_and_stops_in_order(tmp_path: Path, signum: int) ->
     said = server.stderr.read_text()
     assert "Traceback" not in said
     assert "ERROR" not in said
+
+
+def test_a_second_signal_stops_it_at_once_and_in_silence(tmp_path: Path) -> None:
+    """In mid-answer, with a client: no fault is told, for nothing failed."""
+    with serving(tmp_path, "--simulate", "1") as server:
+        server.until_ready()
+        with connect(f"ws://127.0.0.1:{server.port}/v1/realtime", close_timeout=0.5) as client:
+            content = [{"type": "input_text", "text": "Tell me more, in 2000 words."}]
+            item = {"type": "message", "role": "user", "content": content}
+            for event in ({"type": "conversation.item.create", "item": item}, {"type": "response.create"}):
+                client.send(json.dumps(event))
+            while json.loads(client.recv(timeout=10))["type"] != "response.output_text.delta":
+                pass
+            server.process.send_signal(signal.SIGINT)
+            server.until(lambda: "running answers" in server.stderr.read_text())
+            assert server.end(signal.SIGINT) == 130
+        assert "ERROR" not in server.stderr.read_text()
+        assert "Traceback" not in server.stderr.read_text()
 
 
 def test_workers_start_and_stop_as_one_server(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class Realtime:
             await websocket.send_denial_response(error_response(error))
         except WebSocketDisconnect:
             pass  # it left while we looked
+        except asyncio.CancelledError:
+            pass  # the server stops at once; uvicorn would call this a fault
         finally:
             self._gate.exit(asked.principal)
 
