@@ -29,7 +29,7 @@ SETTINGS = {"temperature": 0.0, "max_output_tokens": 60}
 
 @pytest.fixture
 async def server(vllm_engines: tuple[EngineAddress, ...], tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with server_for(tmp_path, vllm_engines, drain_grace_s=0.0) as server:
+    async with server_for(tmp_path, vllm_engines, drain_grace_s=3.0) as server:
         yield server
 
 
