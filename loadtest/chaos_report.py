@@ -73,8 +73,9 @@ MEASURED = {
 }
 #: from so many windows that stop reading on, one at least must have been dropped.
 MANY_FROZEN = 5
-#: of the wanted cuts, the part that must be in mid-answer.
+#: of so many wanted cuts, the part that must be in mid-answer; of fewer, it is a matter of chance.
 IN_THE_MIDDLE = 0.6
+MANY_CUTS = 300
 TURNS = "turns"
 #: counts that are told also if they are 0.
 ALWAYS = (GOES_ON, FROM_BEFORE, TAKE_OVERS, TAKEN_BACK_BY_CUT, TAKEN_BACK_BY_LOSS)
@@ -129,6 +130,11 @@ class Tally:
         middle = sum(count for state, count in cuts.items() if state.endswith("text"))
         return middle / sum(cuts.values()) if cuts else 1.0
 
+    @property
+    def own_cuts(self) -> int:
+        """How many cuts hit one client, each at a moment that was chosen for it."""
+        return sum(self._own_cuts().values())
+
     def _own_cuts(self) -> dict[str, int]:
         return {state: n for state, n in self.cuts.items() if not state.startswith((IN_A_STORM, UNHEARD))}
 
@@ -167,7 +173,7 @@ def why_broken(tally: Tally, demand: Demand) -> list[str]:
         why.append("no turn came to its end")
     wants = asdict(demand.wanted) | asdict(demand.fates)
     why += [f"{made} of {count} {name}" for name, count in wants.items() if (made := tally.made(name)) < count]
-    if tally.in_the_middle < IN_THE_MIDDLE:
+    if tally.in_the_middle < IN_THE_MIDDLE and tally.own_cuts >= MANY_CUTS:
         why.append(f"{tally.in_the_middle:.0%} of the cuts in mid-answer")
     for name, (fault, least) in MEASURED.items():
         if wants[fault] >= least and not tally.latencies.get(name):

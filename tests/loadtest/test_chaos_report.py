@@ -113,6 +113,8 @@ def test_cuts_must_be_enough_and_in_mid_answer() -> None:
     tally.cuts["ending"] -= 1
     assert why_broken(tally, DEMAND) == ["19 of 20 cuts"]
     tally.cuts.update({"ending": 2})
+    assert why_broken(tally, DEMAND) == [], "of so few it is a matter of chance"
+    tally.cuts.update({"text": 188, "ending": 142})
     assert why_broken(tally, DEMAND) == ["57% of the cuts in mid-answer"]
 
 
