@@ -42,6 +42,10 @@ _LOOK_S = 0.005
 _HELD_S = 0.3
 #: seconds without the store after which connections are closed: their clients try another replica.
 _AWAY_S = 30.0
+#: seconds in which the store gets back what it lost before anybody new is let in; what is left is done later.
+_BACK_S = 2.0
+#: seconds after others are heard again before anybody new is let in.
+_SETTLE_S = 0.3
 #: sessions on one server of the store that are looked after at a time: one may wait for its lock for seconds.
 _AT_ONCE = 16
 #: sessions that others ask us to look at; what is left out is found all the same, later.
@@ -67,8 +71,9 @@ class Hub:
         #: sessions that another replica asked us to look at, and that there is something to look at.
         self.asked_for: set[str] = set()
         self.look_now = asyncio.Event()
-        #: others were not heard for a while, until now.
-        self._was_deaf = False
+        #: how many times we began to listen to others, and whether that broke since.
+        self._subscriptions = 0
+        self._broken = False
         self._sweep_now = asyncio.Event()
 
     @property
@@ -283,10 +288,13 @@ class Hub:
         while True:
             try:
                 async with self._store.replicas.inbox() as inbox:
-                    self._listening = True
-                    self._note_ready()
+                    self._subscriptions += 1
+                    self._broken = False
                     if heard_before:
                         self._look_back()
+                    else:
+                        self._listening = True
+                        self._note_ready()
                     heard_before = True
                     async for raw in inbox:
                         self._hear(raw)
@@ -296,15 +304,27 @@ class Hub:
             except Exception:
                 log.exception("The inbox failed; it is opened again")
             finally:
-                self._listening = False
+                self._listening, self._broken = False, True
             await asyncio.sleep(_RETRY_S)
 
     def _look_back(self) -> None:
         """Nothing is known of what others told for a while: all sessions are compared with the store."""
         for live in self.sessions:
             live.doubted = True
-        self._was_deaf = True
-        self._sweep_now.set()
+        self.spawn(self._come_back(self._subscriptions), name="coming back")
+
+    async def _come_back(self, subscription: int) -> None:
+        """Serve again, when the store got back what it may have lost: from us, and from others, who come back too."""
+        settled = asyncio.create_task(asyncio.sleep(_SETTLE_S))
+        try:
+            await self._tell_back()
+            await settled
+        finally:
+            settled.cancel()
+            if subscription == self._subscriptions and not self._broken:
+                self._listening = True
+                self._note_ready()
+                self._sweep_now.set()
 
     async def _compare_doubted(self) -> None:
         async def compare(session_id: str) -> None:
@@ -330,9 +350,6 @@ class Hub:
                 for live in self.sessions:
                     live.connections.close(close_codes.OVERLOADED, "the store is away")
             return
-        if self._was_deaf:
-            self._was_deaf = False
-            await self._tell_back()
         await self._compare_doubted()
         await comparing.ask(self._store, comparing.due(self.sessions, now))
 
@@ -340,7 +357,10 @@ class Hub:
         if self.when_back is None:
             return
         try:
-            await self.when_back()
+            async with asyncio.timeout(_BACK_S):
+                await self.when_back()
+        except TimeoutError:
+            log.info("It takes long to give the store back what it lost; it goes on")
         except StoreError as error:
             log.debug("%s", error)
         except Exception:

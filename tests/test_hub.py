@@ -307,6 +307,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub whose ticks follow at once."""
     monkeypatch.setattr(hub_module, "_TICK_S", 0.002)
     monkeypatch.setattr(hub_module, "_RETRY_S", 0.002)
+    monkeypatch.setattr(hub_module, "_SETTLE_S", 0.0)
 
 
 @pytest.mark.parametrize("trouble", BROKEN)
