@@ -95,11 +95,7 @@ class Answers:
             principal=live.owner,
             response=response,
             writer=writer,
-            prompt=(
-                live.conversation.before(response.item_id)
-                if response.begun.input is UNSET
-                else tuple(response.begun.input)
-            ),
+            prompt=_prompt(live.conversation, response),
             binding=binding,
             committer=self._committer,
             attempts=attempts,
@@ -263,6 +259,12 @@ class Answers:
         except StoreBehind:
             pass
         return None
+
+
+def _prompt(conversation: Conversation, response: Response) -> tuple[Item, ...]:
+    """What stands before the answer, or what came with the question in its place."""
+    given = response.begun.input
+    return conversation.before(response.item_id) if given is UNSET else tuple(given)
 
 
 def _waiting(items: tuple[Item, ...], made: Response | None) -> str | None:

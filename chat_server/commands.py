@@ -353,7 +353,7 @@ class Commands:
             return
         # At once: whoever holds the lock may wait for just this message.
         change = self._hub.apply(live, wish)
-        if any(held is change for held in live.held):
+        if live.waits(change):
             async with live.lock:
                 await self._hub.apply_own(live, wish)
 

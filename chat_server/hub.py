@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from chat_server import comparing, joining
@@ -71,9 +71,8 @@ class Hub:
         #: sessions that another replica asked us to look at, and that there is something to look at.
         self.asked_for: set[str] = set()
         self.look_now = asyncio.Event()
-        #: how many times we began to listen to others, and whether that broke since.
-        self._subscriptions = 0
-        self._broken = False
+        #: where others are heard now; None while they are not.
+        self._inbox: AsyncIterator[bytes] | None = None
         self._sweep_now = asyncio.Event()
 
     @property
@@ -246,7 +245,7 @@ class Hub:
         """
         change = self.apply(live, message)
         for _ in range(round(_HELD_S / _LOOK_S)):
-            if not any(held is change for held in live.held):
+            if not live.waits(change):
                 return change
             await asyncio.sleep(_LOOK_S)
         with contextlib.suppress(StoreUnavailable):
@@ -288,10 +287,9 @@ class Hub:
         while True:
             try:
                 async with self._store.replicas.inbox() as inbox:
-                    self._subscriptions += 1
-                    self._broken = False
+                    self._inbox = inbox
                     if heard_before:
-                        self._look_back()
+                        self._look_back(inbox)
                     else:
                         self._listening = True
                         self._note_ready()
@@ -304,27 +302,35 @@ class Hub:
             except Exception:
                 log.exception("The inbox failed; it is opened again")
             finally:
-                self._listening, self._broken = False, True
+                self._listening, self._inbox = False, None
             await asyncio.sleep(_RETRY_S)
 
-    def _look_back(self) -> None:
+    def _look_back(self, inbox: AsyncIterator[bytes]) -> None:
         """Nothing is known of what others told for a while: all sessions are compared with the store."""
         for live in self.sessions:
             live.doubted = True
-        self.spawn(self._come_back(self._subscriptions), name="coming back")
+        self.spawn(self._come_back(inbox), name="coming back")
 
-    async def _come_back(self, subscription: int) -> None:
+    async def _come_back(self, inbox: AsyncIterator[bytes]) -> None:
         """Serve again, when the store got back what it may have lost: from us, and from others, who come back too."""
-        settled = asyncio.create_task(asyncio.sleep(_SETTLE_S))
+        await asyncio.gather(self._tell_back(), asyncio.sleep(_SETTLE_S))
+        if self._inbox is inbox:  # else it broke again
+            self._listening = True
+            self._note_ready()
+            self._sweep_now.set()
+
+    async def _tell_back(self) -> None:
+        if self.when_back is None:
+            return
         try:
-            await self._tell_back()
-            await settled
-        finally:
-            settled.cancel()
-            if subscription == self._subscriptions and not self._broken:
-                self._listening = True
-                self._note_ready()
-                self._sweep_now.set()
+            async with asyncio.timeout(_BACK_S):
+                await self.when_back()
+        except TimeoutError:
+            log.info("It takes long to give the store back what it lost; it goes on")
+        except StoreError as error:
+            log.debug("%s", error)
+        except Exception:
+            log.exception("What was kept of answers could not be checked")
 
     async def _compare_doubted(self) -> None:
         async def compare(session_id: str) -> None:
@@ -352,19 +358,6 @@ class Hub:
             return
         await self._compare_doubted()
         await comparing.ask(self._store, comparing.due(self.sessions, now))
-
-    async def _tell_back(self) -> None:
-        if self.when_back is None:
-            return
-        try:
-            async with asyncio.timeout(_BACK_S):
-                await self.when_back()
-        except TimeoutError:
-            log.info("It takes long to give the store back what it lost; it goes on")
-        except StoreError as error:
-            log.debug("%s", error)
-        except Exception:
-            log.exception("What was kept of answers could not be checked")
 
     # --- what goes on by itself
 

@@ -199,15 +199,11 @@ class LiveSession:
         """The length that the text must have before a change can be told, if we have less of it."""
         response = self.response
         match change:
-            case ResponseEnded(response=told, needs=offset):
-                pass
-            case ResponseMoved(response=told, epoch=(_, offset)):
-                pass
-            case _:
-                return None
-        if change.before != self.version or response is None or response.id != told or response.length >= offset:
-            return None
-        return offset
+            case ResponseEnded(response=told, needs=length) | ResponseMoved(response=told, epoch=(_, length)):
+                follows = change.before == self.version
+                if follows and response is not None and response.id == told and response.length < length:
+                    return length
+        return None
 
     def take_text(self, text: str) -> bool:
         """The running response's text as the store holds it; False if that is less than we have told."""
@@ -260,6 +256,10 @@ class LiveSession:
         self.doubted = self.doubted or len(waiting) > _MAX_HELD  # what is left out may be the last of it
         if self.held and not waited:
             self.held_since = time.monotonic()
+
+    def waits(self, message: AnyChange | Text) -> bool:
+        """Whether a message that was taken waits for one before it."""
+        return any(held is message for held in self.held)
 
     def _apply_any(self, message: AnyChange | Text) -> None:
         if not isinstance(message, Text):

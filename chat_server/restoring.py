@@ -145,7 +145,7 @@ class Restorer:
                 if live.turn is turn and not await self.restore(live, turn):
                     self._committer.lose(turn.writer)
         elif holds.size < knew.size:
-            await self._committer.store_again(turn.writer)
+            await self._committer.store_whole(turn.writer)
 
     async def _check_ended(self, session_id: str, kept: _Ended, holds: Held) -> None:
         if holds.version < kept.snapshot.version:

@@ -145,7 +145,7 @@ class PlayedCommitter:
     async def store_rest(self, writer: Writer) -> bool:
         return True
 
-    async def store_again(self, writer: Writer) -> None:
+    async def store_whole(self, writer: Writer) -> None:
         self.stored_again.append(writer)
 
     def lose(self, writer: Writer) -> None:

@@ -14,17 +14,10 @@ from chat_server.core.items import encode_item
 from chat_server.errors import StoreUnavailable
 from chat_server.live import LiveSession
 from chat_server.store.replies import Held, SessionState
+from tests.support.clock import Clock
 from tests.test_live import ITEM, FakeConnection, FakeTurn, session, state, told
 
 pytestmark = pytest.mark.pure
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from chat_server import lease as lease_module
 from chat_server.errors import StoreUnavailable
 from chat_server.lease import Lease
 from chat_server.store.replicas import Replicas
+from tests.support.clock import Clock
 
 pytestmark = pytest.mark.pure
 
@@ -34,14 +35,6 @@ class FakeReplicas:
         self.clock.now += self.takes_s
         if self.away:
             raise StoreUnavailable("away")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -122,21 +122,22 @@ class Committer:
         """
         response = writer.response
         response.take_commit()
-        [reply] = await self._store.commit([_text_commit(writer, response.whole_commit())])
-        if isinstance(reply, StoreUnavailable):
-            raise reply
+        reply = await self.store_whole(writer)
         if reply not in ("ok", "wished"):
             return False
         if response.in_flight:
             self._answer(writer, reply)
         return not writer.lost
 
-    async def store_again(self, writer: Writer) -> None:
-        """Store once more what was stored: the store lost some of it. Harmless if the response is not ours any more.
+    async def store_whole(self, writer: Writer) -> CommitReply:
+        """Store once more what was stored, and what is under way: the store may have lost some of it.
 
-        Raises StoreUnavailable.
+        Harmless if the response is not ours any more. Raises StoreUnavailable.
         """
-        await self._store.commit([_text_commit(writer, writer.response.whole_commit())])
+        [reply] = await self._store.commit([_text_commit(writer, writer.response.whole_commit())])
+        if isinstance(reply, StoreUnavailable):
+            raise reply
+        return reply
 
     async def run(self) -> None:
         """Commit until cancelled."""

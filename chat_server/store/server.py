@@ -214,15 +214,13 @@ def _translated() -> Iterator[None]:
 
 def _ours(error: Exception) -> StoreError:
     """redis-py's error in our words: StoreUnavailable if the same call may be taken later."""
-    match error:
-        case _ if isinstance(error, (*LOST, RedisClusterException, OSError)):
-            return StoreUnavailable(f"The store can not be reached ({type(error).__name__}).")
-        case ResponseError() if _passes(error):
-            return StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).")
-        case ResponseError():
-            return StoreError(f"The store refused a command: {str(error)[:200]}")
-        case _:
-            return StoreError(f"The store failed: {type(error).__name__}.")
+    if isinstance(error, (*LOST, RedisClusterException, OSError)):
+        return StoreUnavailable(f"The store can not be reached ({type(error).__name__}).")
+    if not isinstance(error, ResponseError):
+        return StoreError(f"The store failed: {type(error).__name__}.")
+    if _passes(error):
+        return StoreUnavailable(f"The store can not take writes now ({str(error)[:80]}).")
+    return StoreError(f"The store refused a command: {str(error)[:200]}")
 
 
 def _passes(error: ResponseError) -> bool:

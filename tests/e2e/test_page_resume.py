@@ -14,8 +14,8 @@ from playwright.async_api import Browser, expect
 
 from chat_server.engine.simulated import Fault, SimulatedOptions, answer_for
 from chat_server.settings import Limits
-from tests.e2e.page import NETWORK, ChatPage, visit
-from tests.support.line import Line, line_to
+from tests.e2e.page import ChatPage, visit
+from tests.support.line import Line
 from tests.support.server import RunningServer, running_server
 from tests.support.ws import WsClient
 
@@ -31,21 +31,6 @@ ENDLESS = "👩🏽‍💻👍 Tell me about lighthouses in 5000 words"
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
     async with running_server(tmp_path_factory.mktemp("server"), simulated=PACE) as running:
         yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def line(server: RunningServer) -> AsyncIterator[Line]:
-    async with line_to(server.url) as line:
-        yield line
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def chat(browser: Browser, line: Line) -> AsyncIterator[ChatPage]:
-    """A fresh page, connected through the line."""
-    async with visit(browser, line.url) as page:
-        page.expected = NETWORK
-        await page.open()
-        yield page
 
 
 async def until(true: Any, what: str) -> None:

@@ -59,21 +59,6 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def line(server: RunningServer) -> AsyncIterator[Line]:
-    async with line_to(server.url) as line:
-        yield line
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def chat(browser: Browser, line: Line) -> AsyncIterator[ChatPage]:
-    """A fresh page, connected through the line."""
-    async with visit(browser, line.url) as page:
-        page.expected = NETWORK
-        await page.open()
-        yield page
-
-
 async def ended(chat: ChatPage, server: RunningServer, *, others: int = 0) -> None:
     """Wait for the answer's end as another tab hears it, which then says so many more things."""
     async with server.connect(session_id=chat.session_id, history="all", extensions=1) as client:

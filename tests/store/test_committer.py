@@ -361,7 +361,7 @@ async def test_text_that_the_store_lost_is_stored_again_without_more_of_it() -> 
         answer.says("Hello, you")
         await answer.until_told("Hello, you")
         store.texts["resp_1"] = b"He"
-        await committer.store_again(answer.writer)
+        await committer.store_whole(answer.writer)
         assert store.texts == {"resp_1": b"Hello, you"}
         assert "".join(answer.told) == "Hello, you"
 
