@@ -17,6 +17,7 @@ from typing import Any
 import hiredis
 
 from chat_server.errors import StoreError, StoreUnavailable
+from chat_server.store import keys
 from chat_server.store.server import Server, library
 from tests.model.scheduler import Clock, Loop
 
@@ -182,6 +183,13 @@ class Network:
     links: dict[str, Link] = field(default_factory=dict)
     #: when leases run out
     _expires: dict[str, float] = field(default_factory=dict)
+    #: since when each of them holds without a gap
+    _held_since: dict[str, float] = field(default_factory=dict)
+
+    def leased_s(self, replica_id: str) -> float:
+        """For how long a replica's lease has held now, without a gap."""
+        key = keys.replica(replica_id)
+        return self.clock.now - self._held_since[key] if self._expires.get(key, 0) > self.clock.now else 0.0
 
     def send(self, link: Link, commands: Sequence[Sequence[Any]], answer: asyncio.Future[list[Any]]) -> None:
         """Take a call on its way, whatever becomes of it."""
@@ -252,6 +260,7 @@ class Network:
         """Make the store what it was."""
         self.valkey.put_back(copy.stored)
         self._expires = dict(copy.expires)
+        self._held_since = dict.fromkeys(self._expires, self.clock.now)
 
     def do(self, link: Link, command: Sequence[Any]) -> Any:
         """Carry one command out."""
@@ -260,6 +269,8 @@ class Network:
             del self._expires[key]
             self.valkey.do(0, ("DEL", key))
         if command[0] == "SET" and "PX" in command:
+            if str(command[1]) not in self._expires:
+                self._held_since[str(command[1])] = now
             self._expires[str(command[1])] = now + float(command[4]) / 1000
             command = command[:3]
         reply, published = self.valkey.do(self.clock.time_ns() // 1_000_000, command)

@@ -39,6 +39,8 @@ _COUNTED = {
     ("commit", b"short"): "texts written whole",
     ("attempt", b"ok"): "attempts",
 }
+#: after so many seconds of an unbroken lease no look at it that is still to be acted on can have been before them.
+_LEASED_S = 12.0
 #: so many that left no item are remembered, as in ``lua/_prelude.lua``.
 _MOST_ENDED = 30
 
@@ -118,13 +120,22 @@ class Oracle:
     """Follows each session, and all answers from their beginning to their end.
 
     ``is_there`` says whether a replica can write again what it knows: it is not killed, stopped or cut off.
+    ``leased_s`` says for how long its lease has held without a gap.
     """
 
-    def __init__(self, wire: Wire, engines: Engines, clock: Clock, is_there: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        engines: Engines,
+        clock: Clock,
+        is_there: Callable[[str], bool],
+        leased_s: Callable[[str], float],
+    ) -> None:
         self._wire = wire
         self._engines = engines
         self._clock = clock
         self._is_there = is_there
+        self._leased_s = leased_s
         self.counts: Counter[str] = Counter()
         #: as they are stored
         self.sessions: dict[str, Session] = {}
@@ -168,6 +179,8 @@ class Oracle:
         else:
             after = self.sessions[session_id] = self.read(session_id)
         self._check_claim(function, args, before, after)
+        if function == "take_over" and after.version != before.version:
+            self._check_taken(link, str(args[7]), before)
         if function == "session_restore" and reply[0] == b"ok":
             self._on_written_again(link, session_id, before, after)
             return
@@ -206,6 +219,12 @@ class Oracle:
         claims = _CLAIMS.get(function)
         if claims is not None and after.version != before.version and int(args[claims]) > before.version:
             raise Broken(f"{function} by who knows {args[claims]}, on top of {before.version}")
+
+    def _check_taken(self, link: Link, reason: str, before: Session) -> None:
+        """Nobody takes an answer from a replica that is known to live."""
+        owner = before.response["replica"]
+        if reason == "replica_lost" and owner != link.name and self._leased_s(owner) > _LEASED_S:
+            raise Broken(f"{link.name} took {before.running} from {owner}, whose lease had held for long")
 
     # --- what it loses
 

@@ -70,7 +70,13 @@ class World:
         #: (replica, session) -> when it heard of an end that it wrote, and that one's version
         self._ends: dict[tuple[str, str], tuple[float, int]] = {}
         self._copying = False
-        self.oracle = Oracle(valkey.wire, self.engines, self.clock, lambda name: self._there(name) is not None)
+        self.oracle = Oracle(
+            valkey.wire,
+            self.engines,
+            self.clock,
+            is_there=lambda name: self._there(name) is not None,
+            leased_s=lambda name: self.network.leased_s(name),  # noqa: PLW0108 - it is made later
+        )
         self.counts = self.oracle.counts
         self.network = Network(valkey, self.clock, self.random, self.trace, self.oracle.on_done, self._on_answered)
 
