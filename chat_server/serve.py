@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from chat_server.drain import AFTER_GRACE_S
+from chat_server.engine.fleet import engine_id
 from chat_server.engine.launch import LocalEngines, Stage
 from chat_server.engine.ports import check_port
 from chat_server.errors import StoreUnavailable
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 #: seconds between two looks at how far the engines are, and between two lines about it where there is no terminal
 LOOK_EVERY_S = 0.1
 LINE_EVERY_S = 15.0
+#: seconds between two looks at what others run
+ASK_EVERY_S = 0.5
 #: seconds for the server to see as healthy what was seen to be up, or what others run
 ALL_HEALTHY_S = 3.0
 #: seconds after which a person is told why it still has not stopped
@@ -142,39 +145,72 @@ def server_parts(
         from chat_server.app import run_app  # noqa: PLC0415 (the longest import; workers do it themselves)
 
         server = run_app(settings, stop=stop, **arguments)
-    return [show(engines, listening, ready, display), server]
+    given = {engine_id(address): address.name or address.url for address in settings.engines}
+    return [show(engines, given, listening, ready, display), server]
 
 
 async def show(
-    engines: LocalEngines | None, listening: asyncio.Future[str], ready: asyncio.Event, display: Display
+    engines: LocalEngines | None,
+    given: dict[str, str],
+    listening: asyncio.Future[str],
+    ready: asyncio.Event,
+    display: Display,
 ) -> None:
-    """Show how far everything is, and at last where the chat is. Ends by being cancelled."""
+    """Show how far everything is, and at last where the chat is. Ends by being cancelled.
+
+    ``engines`` are those that we run; of others, ``given`` says what people call them.
+    """
     url = await listening
-    given = Stage("engines", "are asked", time.monotonic())
+    asked: dict[str, Stage] = {}
     while not ready.is_set() or (engines is not None and not engines.all_ready):
-        display.show([given] if engines is None else engines.stages)
-        await asyncio.sleep(LOOK_EVERY_S)
+        if engines is None:
+            _update(asked, await asked_readiness(url), given)
+        display.show(list(asked.values()) if engines is None else engines.stages)
+        await asyncio.sleep(LOOK_EVERY_S if engines is not None else ASK_EVERY_S)
     display.finish(f"Chat at {url}  ({await what_is_there(url)})")
     await asyncio.Event().wait()
 
 
+def _update(stages: dict[str, Stage], readiness: dict[str, Any] | None, given: dict[str, str]) -> None:
+    """What is waited for, as the server sees it."""
+    if readiness is None:
+        return
+    doing = {} if readiness["store"] == "up" else {"store": "can not be reached"}
+    for engine in readiness["engines"]:
+        if engine["state"] != "healthy":
+            name = engine["name"]
+            doing[given.get(name, name)] = engine["detail"].removeprefix(f"Engine {name} ").rstrip(".")
+    for who in stages.keys() - doing.keys():
+        del stages[who]
+    for who, what in doing.items():
+        stages.setdefault(who, Stage(who, what, time.monotonic())).now(what)
+
+
+async def asked_readiness(url: str) -> dict[str, Any] | None:
+    """What the server itself says of its readiness; None if it does not answer on its own address."""
+    parts = urlsplit(url)  # without the path, which is a proxy's
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http:
+        try:
+            # our own certificate may be made for another name
+            async with http.get(f"{parts.scheme}://{parts.netloc}/readyz", ssl=False) as answer:
+                found: dict[str, Any] = await answer.json()
+                return found
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            logger.warning("The server does not answer on its own address %s: %s", url, error)
+            return None
+
+
 async def what_is_there(url: str) -> str:
     """``2 engines, SmolLM2-135M-Instruct``, as the server itself says; it gets a moment to see all of its engines."""
-    parts = urlsplit(url)  # without the path, which is a proxy's
     deadline = time.monotonic() + ALL_HEALTHY_S
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as http:
-        while True:
-            try:
-                # our own certificate may be made for another name
-                async with http.get(f"{parts.scheme}://{parts.netloc}/readyz", ssl=False) as answer:
-                    found = await answer.json()
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                logger.warning("The server does not answer on its own address %s: %s", url, error)
-                return "engines unknown"
-            engines = [engine for engine in found["engines"] if engine["state"] == "healthy"]
-            if len(engines) == len(found["engines"]) or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(LOOK_EVERY_S)
+    while True:
+        found = await asked_readiness(url)
+        if found is None:
+            return "engines unknown"
+        engines = [engine for engine in found["engines"] if engine["state"] == "healthy"]
+        if len(engines) == len(found["engines"]) or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
     models = dict.fromkeys(model for engine in engines for model in engine["models"])
     kind = "simulated engine" if found["simulated"] else "engine"
     missing = len(found["engines"]) - len(engines)

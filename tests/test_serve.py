@@ -261,6 +261,17 @@ def test_a_store_that_is_away_does_not_end_the_start(tmp_path: Path) -> None:
     assert "hidden" not in server.stderr.read_text()
 
 
+def test_engines_of_others_that_are_not_there_are_named(tmp_path: Path) -> None:
+    """By their name, or else by the address that was given, with what is wrong; it goes on asking."""
+    nowhere, nowhere_else = free_port(), free_port()
+    engines = ("--engine", f"gpu-2=http://127.0.0.1:{nowhere}", "--engine", f"http://127.0.0.1:{nowhere_else}")
+    with serving(tmp_path, *engines) as server:
+        lines = [f"  {who}: can not be reached: Connection refused" for who in ("gpu-2", engines[3])]
+        server.until(lambda: all(line in server.stderr.read_text() for line in lines))
+        assert server.end(signal.SIGTERM) == 0
+    assert "Chat at" not in server.stdout.read_text()
+
+
 def test_on_a_terminal_it_shows_moving_lines_and_ends_with_one(tmp_path: Path) -> None:
     """In a real terminal: steps with their time, then the line with the URL; Ctrl-C, typed, ends it with status 0."""
     port = free_port()
