@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from chat_server.core.items import to_wire
 from chat_server.core.response import Response, cancelled_in_queue
 from chat_server.errors import StoreUnavailable
-from chat_server.hub import Hub
+from chat_server.hub import Hub, now_ms
 from chat_server.live import LiveSession
 from chat_server.store.committer import Committer
 from chat_server.store.messages import end_body
@@ -84,6 +84,9 @@ class Restorer:
         )
 
     async def _restore_as(self, session_id: str, snapshot: Snapshot) -> bool:
+        if snapshot.response:
+            # First: the store may have lost too that somebody looks after the answer, and perhaps nobody makes it yet.
+            await self._store.replicas.confirm_running([session_id], now_ms())
         restored = await self._store.restore(session_id, snapshot)
         if restored:
             log.warning("Session %s: the store had lost changes; it is written again", session_id)

@@ -31,11 +31,13 @@ class PlayedReplicas:
         self._store = store
         #: sessions with a running answer that nobody confirms
         self.orphans: list[str] = []
+        #: those that we confirmed
+        self.confirmed: list[str] = []
         self.subscriptions = 0
         self._broken = asyncio.Event()
 
     async def confirm_running(self, session_ids: Sequence[str], now_ms: int) -> None:
-        pass
+        self.confirmed += session_ids
 
     async def unconfirmed(self, before_ms: float, most: int) -> list[str]:
         return self.orphans

@@ -51,6 +51,22 @@ async def test_text_on_its_way_to_a_store_that_loses_it_is_written_again_too() -
     assert [snapshot.text for snapshot in written] == [response.text(0) + under_way.text]
 
 
+async def test_an_answer_that_is_written_again_is_looked_after() -> None:
+    """The store may have lost that somebody has to: an answer that nobody makes yet would wait for ever."""
+    store, committer = PlayedStore(), PlayedCommitter()
+    confirmed: list[list[str]] = []
+
+    async def restore(session_id: str, snapshot: Snapshot) -> bool:
+        confirmed.append(list(store.replicas.confirmed))
+        return True
+
+    store.restore = restore  # type: ignore[method-assign, assignment]
+    async with running_hub(store) as hub:
+        live = await make_here(hub, "a1")
+        assert await restorer_of(hub, store, committer).write_again(live)
+    assert confirmed == [["a1"]]
+
+
 @pytest.mark.parametrize(("holds", "again"), [(Held(10, 4), True), (Held(11, 4), True), (Held(10, 5), False)])
 async def test_text_that_the_store_lost_need_not_wait_for_more_of_it(holds: Held, again: bool) -> None:
     """The engine thinks, or a commit hangs: who comes meanwhile, or takes over, reads all that was told."""

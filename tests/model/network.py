@@ -151,6 +151,8 @@ class Link:
     up: bool = True
     dead: bool = False
     subscription: Subscription | None = None
+    #: calls that are not answered yet
+    under_way: list[Sequence[Sequence[Any]]] = field(default_factory=list)
 
 
 Watcher = Callable[[Link, str, Sequence[Any], Any], None]
@@ -249,6 +251,11 @@ class Network:
             if command[0] == "FCALL":
                 self.on_answered(link, *self._called(command), reply)
 
+    def asks(self, link: Link, function: str, session_id: str) -> bool:
+        """Whether a replica waits for a function's answer."""
+        called = [self._called(one) for commands in link.under_way for one in commands if one[0] == "FCALL"]
+        return any(name == function and args[0] == session_id for name, args in called)
+
     def _called(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
         return self.valkey.function(command), command[3 + int(command[2]) :]
 
@@ -268,6 +275,8 @@ class Network:
         for key in [key for key, at in self._expires.items() if at <= now]:
             del self._expires[key]
             self.valkey.do(0, ("DEL", key))
+        if command[0] == "DEL":
+            self._expires.pop(str(command[1]), None)
         if command[0] == "SET" and "PX" in command:
             if str(command[1]) not in self._expires:
                 self._held_since[str(command[1])] = now
@@ -372,7 +381,11 @@ class ModelServer(Server):
             subscription.broken = True
 
     async def _ask(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        replies = await self._wait(lambda answer: self._network.send(self._link, commands, answer))
+        self._link.under_way.append(commands)
+        try:
+            replies = await self._wait(lambda answer: self._network.send(self._link, commands, answer))
+        finally:
+            self._link.under_way.remove(commands)
         return [
             StoreError(f"The store refused a command: {reply}") if isinstance(reply, Exception) else reply
             for reply in replies

@@ -371,7 +371,9 @@ class World:
             turn = live.turn if live is not None else None
             if live is not None and turn is not None:
                 if turn.writer.token == token and not turn.writer.lost and not turn.left:
-                    found.append(Witness(replica.id, live.known, is_owner=True, knows_wish=turn.stopped))
+                    # An end on its way may have been sent before the wish, and come to a store that lost that.
+                    knows_wish = turn.stopped and not self.network.asks(replica.link, "finish", session_id)
+                    found.append(Witness(replica.id, live.known, is_owner=True, knows_wish=knows_wish))
                 continue
             ended_at, version = self._ends.get((replica.id, session_id), (0.0, 0))
             if failed_at - ended_at < _KEPT_S:
