@@ -450,7 +450,8 @@ class World:
         Then it is the same up to there, and what follows is told in a new epoch.
         """
         oracle, facts = self.oracle, self.oracle.facts(answer.id)
-        if answer.id in facts.ended or answer.id in facts.wishes:
+        # Who was stopped may tell later of an end that was lost meanwhile.
+        if answer.id in facts.ended or answer.id in facts.wishes or answer.id in oracle.unended:
             self.counts["texts cut"] += 1
             return True
         if answer.id not in oracle.older_texts or (event["epoch"] == answer.epoch and event["delta"]):
