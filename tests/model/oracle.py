@@ -258,6 +258,8 @@ class Oracle:
 
     def _go_back_to_stored(self, session_id: str, now: Session) -> None:
         self._go_back(session_id, now.version, now.text, keeps_wish="cancel" in now.response)
+        if now.running is not None and "cancel" in now.response:  # whoever knew of a shorter one is gone
+            self._facts[session_id].wishes[now.running] = int(now.response["cancel"])
 
     def _go_back(self, session_id: str, version: int, text: str | None, *, keeps_wish: bool) -> None:
         """What is known of a session is what was known at a version, or was written in it.
