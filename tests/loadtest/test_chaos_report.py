@@ -120,8 +120,8 @@ def test_cuts_must_be_enough_and_in_mid_answer() -> None:
 
 def test_who_stops_reading_must_be_dropped_at_times() -> None:
     """Else none was frozen for long enough to show anything."""
-    tally, demand = good(), replace(DEMAND, wanted=replace(DEMAND.wanted, frozen=5))
-    tally.counts[READERS["frozen"]] = 5
+    tally, demand = good(), replace(DEMAND, wanted=replace(DEMAND.wanted, frozen=50))
+    tally.counts[READERS["frozen"]] = 50
     assert why_broken(tally, demand) == ["no window was dropped that stopped reading"]
     tally.counts[DROPPED] = 1
     assert why_broken(tally, demand) == []
