@@ -200,7 +200,14 @@ class Oracle:
                 self._on_queued_end(message)
         self._count(function, args, reply)
         self._check(session_id, before, after)
-        self.history.setdefault(session_id, {})[after.version] = Past(after, self._facts[session_id].copy())
+        history, facts = self.history.setdefault(session_id, {}), self._facts[session_id]
+        if function == "begin" and len(changes := _messages(reply)) > 1:
+            # Two changes in one step: who misses the message of the second knows what is between them.
+            ended = decode(changes[0])
+            assert isinstance(ended, ResponseEnded)
+            between = _without_queued(after, str(args[6]), ended.version)
+            history[between.version] = Past(between, facts.copy())
+        history[after.version] = Past(after, facts.copy())
 
     def _count(self, function: str, args: Sequence[Any], reply: Any) -> None:
         kind = reply[0] if isinstance(reply, list) else reply
@@ -503,6 +510,14 @@ class Oracle:
                 ended is None or ended.outcome.status != event["response"]["status"]
             ) and response_id not in self.unended:
                 raise Broken(f"told as ended: {event}; stored is {ended}")
+
+
+def _without_queued(session: Session, item_id: str, version: int) -> Session:
+    """A session before its queued answer was begun."""
+    order = [one for one in session.order if one != item_id]
+    items = {id: item for id, item in session.items.items() if id != item_id}
+    response = {name: value for name, value in session.response.items() if not name.startswith("q_")}
+    return Session(order, items, response, session.text, version)
 
 
 def _messages(reply: Any) -> Sequence[bytes]:
